@@ -1,0 +1,1 @@
+"""Rows in, clean tokenised rows out. `read` needs no model, `tokens` needs a tokenizer, neither needs a backend."""

@@ -1,0 +1,1 @@
+"""What is checked after training, each in a process of its own."""
