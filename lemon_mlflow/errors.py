@@ -84,3 +84,10 @@ class Failure(RunEnded):
 
     exit_status = 1
     outcome_kind = "failed"
+
+
+class Stopped(RunEnded):
+    """A run that was stopped: by a limit (`code` is the limit's name) or by a signal (`code` is the signal's name)."""
+
+    exit_status = 3
+    outcome_kind = "stopped"

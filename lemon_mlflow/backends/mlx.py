@@ -47,6 +47,7 @@ class MlxBackend:
         self._optimizer: Any = None
         self._gradients: Any = None
         self._value_and_grad: Callable[..., Any] | None = None
+        self._head: Callable[[Any], Any] | None = None
         _wire_memory()
 
     def seed(self, seed: int) -> None:
@@ -58,6 +59,7 @@ class MlxBackend:
             self._model.set_dtype(_DTYPES[spec.dtype])
         self._model.freeze()
         mx.eval(self._model.parameters())
+        self._head = _output_head(self._model)
         self._spec = spec
         floats = [p.dtype for _, p in tree_flatten(self._model.parameters()) if mx.issubdtype(p.dtype, mx.floating)]
         compute = str(max(set(floats), key=floats.count)).removeprefix("mlx.core.")
@@ -109,12 +111,12 @@ class MlxBackend:
             learning_rate=0.0, betas=[0.9, 0.999], eps=1e-8, weight_decay=weight_decay, bias_correction=True
         )
         self._optimizer.init(self._model.trainable_parameters())
-        self._value_and_grad = nn.value_and_grad(self._model, _scaled_loss)
+        self._value_and_grad = nn.value_and_grad(self._model, self._scaled_loss)
         self._model.train()
 
     def accumulate(self, batch: Batch, step_tokens: int) -> float:
         assert self._value_and_grad is not None
-        (_, loss), gradients = self._value_and_grad(self._model, *_arrays(batch), 1.0 / step_tokens)
+        (_, loss), gradients = self._value_and_grad(self._model, batch, 1.0 / step_tokens)
         self._gradients = gradients if self._gradients is None else tree_map(mx.add, self._gradients, gradients)
         mx.eval(loss, self._gradients)
         return float(loss.item())
@@ -129,17 +131,36 @@ class MlxBackend:
 
     def loss_sum(self, batch: Batch) -> float:
         self._model.eval()
-        _, loss = _scaled_loss(self._model, *_arrays(batch), 1.0)
+        _, loss = self._scaled_loss(self._model, batch, 1.0)
         value = float(loss.item())
         self._model.train()
         return value
 
     def logits(self, batch: Batch) -> np.ndarray:
         self._model.eval()
-        logits = self._model(mx.array(batch.tokens[:, :-1])).astype(mx.float32)
-        chosen = np.array(logits)[batch.trainable[:, 1:]]
+        logits, _ = self._trainable_logits(self._model, batch)
+        chosen = np.array(logits.astype(mx.float32))
         self._model.train()
         return chosen
+
+    def _scaled_loss(self, model: Any, batch: Batch, scale: float) -> tuple[Any, Any]:
+        """(loss sum x scale, loss sum) over the trainable targets."""
+        logits, targets = self._trainable_logits(model, batch)
+        total = nn.losses.cross_entropy(logits.astype(mx.float32), targets, reduction="sum")
+        return total * scale, total
+
+    def _trainable_logits(self, model: Any, batch: Batch) -> tuple[Any, Any]:
+        """Logits [trainable tokens, vocabulary] and their targets [trainable tokens].
+
+        The output layer is by far the widest; it is computed only where a token is trained, when the model lets us.
+        """
+        line, column = np.nonzero(batch.trainable[:, 1:])
+        rows, columns = mx.array(line), mx.array(column)
+        inputs = mx.array(batch.tokens[:, :-1])
+        targets = mx.array(batch.tokens[:, 1:][line, column])
+        if self._head is not None:
+            return self._head(model.model(inputs)[rows, columns]), targets
+        return model(inputs)[rows, columns], targets
 
     def save_adapter(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,15 +191,21 @@ class MlxBackend:
         return FrameworkMemory(mx.get_active_memory(), mx.get_peak_memory(), 0, "mlx allocator")
 
 
-def _scaled_loss(model: Any, inputs: Any, targets: Any, mask: Any, scale: float) -> tuple[Any, Any]:
-    """(loss sum x scale, loss sum) over the trainable targets; arrays of shape [rows, tokens - 1]."""
-    losses = nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets)
-    total = (losses * mask).sum()
-    return total * scale, total
+def _output_head(model: Any) -> Callable[[Any], Any] | None:
+    """The layer from hidden states to logits, when the model is `model.model` followed by just that; else None.
 
-
-def _arrays(batch: Batch) -> tuple[Any, Any, Any]:
-    return mx.array(batch.tokens[:, :-1]), mx.array(batch.tokens[:, 1:]), mx.array(batch.trainable[:, 1:])
+    Proven on one short input rather than believed: some architectures scale or cap their logits.
+    """
+    inner = getattr(model, "model", None)
+    if inner is None or not callable(inner):
+        return None
+    head = model["lm_head"] if "lm_head" in model else getattr(getattr(inner, "embed_tokens", None), "as_linear", None)
+    if head is None:
+        return None
+    probe = mx.array([[1, 2, 3]])
+    whole, parts = model(probe), head(inner(probe))
+    same = whole.shape == parts.shape and bool(mx.allclose(whole, parts, rtol=1e-4, atol=1e-4).item())
+    return head if same else None
 
 
 def _is_linear(part: Any) -> bool:

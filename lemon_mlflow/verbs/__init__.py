@@ -1,0 +1,1 @@
+"""One file a verb: what the `lemon` command and the MLproject entry points do."""
