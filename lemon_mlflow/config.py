@@ -226,7 +226,11 @@ def canonical_text(value: Any) -> str:
 
 def to_yaml(recipe: Recipe) -> str:
     """The effective recipe as YAML that `load_recipe` reads back to an equal object."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    values = recipe.model_dump(mode="json")
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=110)
+    if yaml.safe_load(text) != values:  # PyYAML writes three rare line ends (U+0085, U+2028, U+2029) so that it loses them
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=False, width=110)
+    return text
 
 
 def load_recipe(path: str | Path | None, overrides: Mapping[str, Any] | None = None, cwd: Path | None = None) -> LoadedRecipe:
@@ -271,10 +275,10 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         nested = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two: an impossible date, nesting too deep
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or "not YAML"
+        problem = getattr(error, "problem", None) or str(error) or "not YAML"
         raise Refusal("bad_recipe", f"not valid YAML: {problem}", where, "check indentation and colons there") from None
     nested = {} if nested is None else nested
     if not isinstance(nested, dict):
@@ -295,7 +299,8 @@ def _key_lines(tree: yaml.Node | None, path: Path) -> dict[str, int]:
                 raise Refusal("bad_recipe", f"`{name}` is given twice", f"{path}:{key.start_mark.line + 1}", "keep one")
             seen.add(name)
             lines[name] = key.start_mark.line + 1
-            walk(value, f"{name}.")
+            if not prefix:  # a recipe has two levels; an alias could lead round in a circle
+                walk(value, f"{name}.")
 
     if tree is not None:
         walk(tree, "")
@@ -332,10 +337,13 @@ def _bad_value(error: ValidationError, shown: str, lines: dict[str, int], overri
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"][:2])
         message = item["msg"].removeprefix("Value error, ")
+        first_word = message.split(" ")[0].rstrip(":")
+        names_itself = first_word in valid_keys()  # a rule of a whole section says itself which key it is about
+        key = first_word if names_itself else key
         place = f"command line: --{key}" if key in overrides else f"{shown}:{lines.get(key, lines.get(key.split('.')[0], 1))}"
         given = item.get("input")
         quoted = f" (given: {given!r})" if isinstance(given, (str, int, float)) and len(str(given)) <= 60 else ""
-        faults.append((place, f"`{key}`: {message}{quoted}" if key else message))
+        faults.append((place, f"`{key}`: {message}{quoted}" if key and not names_itself else message))
     place, message = faults[0]
     more = tuple(f"{p}: {m}" for p, m in faults[1:20])
     return Refusal("bad_recipe_value", message, place, "correct the value; `lemon train --help` lists the keys", more)

@@ -175,9 +175,6 @@ class HfBackend:
         for name, parameter in self._trainable():
             for key, value in self._optimizer.state[parameter].items():
                 tensors[f"optimizer.{key}.{name}"] = value.detach().cpu().contiguous()
-        tensors["random.cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
         save_file(tensors, folder / "state.safetensors")
 
     def load_state(self, folder: Path) -> None:
@@ -189,9 +186,6 @@ class HfBackend:
                 key: tensors[f"optimizer.{key}.{name}"].to("cpu" if key == "step" else parameter.device)
                 for key in ("step", "exp_avg", "exp_avg_sq")
             }
-        torch.set_rng_state(tensors["random.cpu"])
-        if "random.cuda" in tensors and self.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
 
     def memory(self) -> FrameworkMemory:
         if self.device.type == "cuda":

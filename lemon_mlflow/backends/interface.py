@@ -100,7 +100,7 @@ class Backend(Protocol):
     """One model in one process. Loss sums are in nats; token counts are those of `Batch`."""
 
     def seed(self, seed: int) -> None:
-        """Fix dropout. Called before anything is made."""
+        """Fix what is drawn from now on (dropout)."""
 
     def load_base(self, spec: LoadSpec) -> LoadedBase:
         """Load the base, frozen."""
@@ -130,7 +130,7 @@ class Backend(Protocol):
         """Write the adapter in the backend's own format."""
 
     def save_state(self, folder: Path) -> None:
-        """Write adapter, optimizer and random state, so that `load_state` goes on exactly."""
+        """Write adapter and optimizer, so that `load_state` goes on exactly."""
 
     def load_state(self, folder: Path) -> None:
         """The inverse of `save_state`."""

@@ -172,7 +172,6 @@ class MlxBackend:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"adapter.{name}": p for name, p in tree_flatten(self._model.trainable_parameters())}
         tensors |= {f"optimizer.{name}": p for name, p in tree_flatten(self._optimizer.state)}
-        tensors |= {f"random.{number}": p for number, p in enumerate(mx.random.state)}
         mx.save_safetensors(str(folder / "state.safetensors"), tensors)
 
     def load_state(self, folder: Path) -> None:
@@ -183,9 +182,7 @@ class MlxBackend:
 
         self._model.update(tree_unflatten(part("adapter.")))
         self._optimizer.state = tree_unflatten(part("optimizer."))
-        for name, value in part("random."):
-            mx.random.state[int(name)] = value
-        mx.eval(self._model.parameters(), self._optimizer.state, mx.random.state)
+        mx.eval(self._model.parameters(), self._optimizer.state)
 
     def memory(self) -> FrameworkMemory:
         return FrameworkMemory(mx.get_active_memory(), mx.get_peak_memory(), 0, "mlx allocator")

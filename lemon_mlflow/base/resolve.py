@@ -118,7 +118,7 @@ def describe_base(location: BaseLocation, folder: Path | None = None) -> Base:
     folder = folder or location.folder
     config_path = folder / "config.json"
     try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
+        config = _json_object(config_path)
     except (OSError, ValueError) as error:
         raise Refusal("base_incomplete", f"config.json cannot be read ({type(error).__name__})", str(config_path),
                       "give a folder as transformers or mlx-lm save it") from None  # fmt: skip
@@ -133,11 +133,22 @@ def describe_base(location: BaseLocation, folder: Path | None = None) -> Base:
     )
 
 
+def _json_object(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
 def _refuse_missing_shards(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
-    wanted = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+    try:
+        wanted = set(_json_object(index).get("weight_map", {}).values())
+    except (OSError, ValueError, AttributeError) as error:
+        raise Refusal("base_incomplete", f"the list of weight files cannot be read ({type(error).__name__})", str(index),
+                      "download the base again") from None  # fmt: skip
     missing = sorted(name for name in wanted if not (folder / name).is_file())
     if missing:
         raise Refusal("base_incomplete", f"{len(missing)} weight files are missing, the first is {missing[0]}", str(index), "download the base again")

@@ -182,6 +182,11 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | _Fault | Non
                 continue
             try:
                 parsed = json.loads(line, parse_constant=_no_constant)
+                if "\\u" in line:
+                    _canonical(parsed)
+            except UnicodeEncodeError:
+                yield number, _Fault("bad_json", where, "a \\u escape is half of a surrogate pair, which is no character")
+                continue
             except json.JSONDecodeError as error:
                 yield number, _Fault("bad_json", where, f"{error.msg} at column {error.colno}")
                 continue
@@ -238,8 +243,8 @@ def _checked_row(row: dict[str, Any], split: str, where: str, expected: RowForma
         messages = (Message("user", prompt), Message("assistant", label))
     learned = {"messages": [[m.role, m.content] for m in messages], "text": text, "accepted": sorted(accepted)}
     return Row(
-        split=split, where=where, id=str(row.get("id", where)), format=found, messages=messages, text=text, label=label,
-        accepted=accepted, conversation_id=str(row.get("conversation_id") or ""),
+        split=split, where=where, id=_name(row, "id") or where, format=found, messages=messages, text=text, label=label,
+        accepted=accepted, conversation_id=_name(row, "conversation_id"),
         sha256=hashlib.sha256(_canonical(learned)).hexdigest(),
     )  # fmt: skip
 
@@ -251,6 +256,11 @@ def fill_instruction(instruction: str, text: str) -> str:
     if "{text}" in instruction:
         return instruction.replace("{text}", text)
     return f"{instruction}\n\n{text}"
+
+
+def _name(row: dict[str, Any], key: str) -> str:
+    value = row.get(key)
+    return "" if value is None else str(value)
 
 
 def _text(row: dict[str, Any], key: str, empty_code: str) -> str:

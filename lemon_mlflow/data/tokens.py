@@ -67,7 +67,7 @@ def encode(tokenizer: Any, row: Row, train_on: str) -> Encoded:
     ids, trainable = _tokenise(tokenizer, full, spans)
     if train_on == "all_tokens":
         trainable = [True] * len(ids)
-    prompt = _generation_prompt(tokenizer, row)
+    prompt = _generation_prompt(tokenizer, row, len(row.messages) - 1)
     return Encoded(tuple(ids), tuple(trainable), full[: spans[-1][0]] == prompt)
 
 
@@ -103,10 +103,13 @@ def _answer_span(tokenizer: Any, row: Row, index: int, full: str) -> tuple[int, 
     if at >= 0:
         before, after = with_marker[:at], with_marker[at + len(_MARKER) :]
         if full.startswith(before) and full.endswith(after) and len(before) + len(after) < len(full):
-            return len(before), len(full) - len(after)
+            # Blanks that the generation prompt lacks (Mistral's) are the model's to write, so they belong to the answer.
+            prompt = _generation_prompt(tokenizer, row, index)
+            ours = len(prompt) if before.startswith(prompt) and before[len(prompt) :].isspace() else len(before)
+            return ours, len(full) - len(after)
         # A template that treats the content itself (a thinking section): only the generation prompt helps.
-        prompt = render(tokenizer, row.messages[:index], row.where, prompt=True)
-        if full.startswith(prompt) and full.endswith(after) and len(prompt) + len(after) < len(full):
+        prompt = _generation_prompt(tokenizer, row, index)
+        if prompt and full.startswith(prompt) and full.endswith(after) and len(prompt) + len(after) < len(full):
             return len(prompt), len(full) - len(after)
     raise Refusal(
         "answer_not_found", f"the base's chat template hides the answer of turn {index + 1}, so nothing can be learned from it",
@@ -114,9 +117,10 @@ def _answer_span(tokenizer: Any, row: Row, index: int, full: str) -> tuple[int, 
     )
 
 
-def _generation_prompt(tokenizer: Any, row: Row) -> str:
+def _generation_prompt(tokenizer: Any, row: Row, index: int) -> str:
+    """What the model is given before it writes `messages[index]`; "" when the template cannot say."""
     try:
-        return render(tokenizer, row.messages[:-1], row.where, prompt=True)
+        return render(tokenizer, row.messages[:index], row.where, prompt=True)
     except Refusal:
         return ""
 

@@ -25,9 +25,11 @@ def _front_matter_licence(text: str) -> str:
         return ""
     try:
         front = yaml.safe_load(match.group(1))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # the last two: an impossible date, nesting too deep
         return ""
     if not isinstance(front, dict):
         return ""
-    value = front.get("license_name") if front.get("license") == "other" else front.get("license")
+    value = front.get("license")
+    if value == "other":
+        value = front.get("license_name") or value
     return value.strip() if isinstance(value, str) else ""

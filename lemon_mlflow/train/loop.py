@@ -6,8 +6,8 @@ One step is one optimizer update. Its loss is the mean over the trainable tokens
 are split, so `batch_size` 2 x 1 and 1 x 2 learn the same. Validation uses every row, weighted by tokens, before the first
 step and after the last, and so always belongs to the adapter that is saved.
 
-Resume is exact or refused: a checkpoint holds adapter, optimizer and random state, and the rows' order is a function of
-seed and epoch.
+Resume is exact or refused: a checkpoint holds adapter and optimizer, and rows' order and dropout are functions of the seed
+and the place in the run.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ def train(job: TrainJob, emit: Emit) -> dict[str, Any]:
             _save_checkpoint(backend, out, step, emit)
     emit("phase", name="save", total=0)
     backend.save_adapter(out / "adapter")
-    # The last checkpoint was for going on; the run is complete, so nothing can go on from it.
     _save_probes(backend, valid, out)
     memory = backend.memory()
     return {
@@ -149,7 +148,8 @@ def _one_step(
     batches: list[Batch] = [make_batch(rows, numbers) for numbers in micro]
     step_tokens = sum(batch.tokens_trainable for batch in batches)
     loss_sum = 0.0
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        backend.seed(dropout_seed(settings.seed, step, number))
         loss_sum += backend.accumulate(batch, step_tokens)
         _refuse_non_finite("non_finite_loss", loss_sum, step)
     rate = learning_rate(step, total, settings.learning_rate, settings.schedule, settings.warmup_steps)
@@ -167,6 +167,11 @@ def _one_step(
         epoch=epoch, seconds=seconds, framework_bytes=memory.active, framework_peak_bytes=memory.peak,
         framework_reserved_peak_bytes=memory.reserved_peak,
     )  # fmt: skip
+
+
+def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
+    """A seed for each micro-batch, so that dropout depends on nothing that went before, and a resumed run draws the same."""
+    return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1)[0])
 
 
 def _validate(backend: Backend, rows: list[TokenRow], settings: TrainSection, step: int, emit: Emit) -> None:

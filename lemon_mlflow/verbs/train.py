@@ -33,6 +33,7 @@ from ..data.read import DataFolder, read_folder
 from ..errors import Failure, Refusal, RunEnded, Stopped
 from ..provenance import environment
 from ..provenance.hashes import all_files, manifest_of
+from ..provenance.licence import declared_licence
 from ..supervise.sandbox import mlx_blas, worker_command
 from ..supervise.supervisor import Ending, Surroundings, run_job
 from ..tracking.run import RunLog
@@ -188,7 +189,7 @@ class TrainRun:
         self.record.hash("data", manifest, "the three files")
         content = data.content_sha256()
         self.record.hashes.append(("data content", content, "rows, whatever their order and ids"))
-        self.log.tags(data__content_sha256=content)
+        self.log.tags(data__content_sha256=content, data__licence_declared=declared_licence(folder) or "none declared")
         return data
 
     def _log_base(self, base: Base) -> None:
