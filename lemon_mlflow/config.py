@@ -228,7 +228,7 @@ def to_yaml(recipe: Recipe) -> str:
     """The effective recipe as YAML that `load_recipe` reads back to an equal object."""
     values = recipe.model_dump(mode="json")
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=110)
-    if yaml.safe_load(text) != values:  # PyYAML writes three rare line ends (U+0085, U+2028, U+2029) so that it loses them
+    if yaml.safe_load(text) != values:  # PyYAML loses three rare line ends (U+0085, U+2028, U+2029) unless it escapes
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=False, width=110)
     return text
 

@@ -61,13 +61,18 @@ def test_an_exponent_without_a_point_is_a_number(recipe_file):
     assert load_recipe(recipe_file("train:\n  learning_rate: 1e-3\n")).recipe.train.learning_rate == 0.001
 
 
-@pytest.mark.parametrize("text", ["billing, technical,other", "[billing, technical, other]", "billing,technical,other,"])
+@pytest.mark.parametrize(
+    "text", ["billing, technical,other", "[billing, technical, other]", "billing,technical,other,"]
+)
 def test_a_list_can_be_written_as_text_with_commas(text):
     assert load_recipe(None, {"data.labels": text}).recipe.data.labels == ("billing", "technical", "other")
 
 
 def test_target_modules_are_a_list_or_all_linear():
-    assert load_recipe(None, {"lora.target_modules": "q_proj,v_proj"}).recipe.lora.target_modules == ("q_proj", "v_proj")
+    assert load_recipe(None, {"lora.target_modules": "q_proj,v_proj"}).recipe.lora.target_modules == (
+        "q_proj",
+        "v_proj",
+    )
     assert load_recipe(None, {"lora.target_modules": "all-linear"}).recipe.lora.target_modules == "all-linear"
 
 
@@ -88,7 +93,10 @@ def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path):
 def test_a_recipe_is_read_as_utf8_whatever_the_locale_says(recipe_file):
     """D05"""
     path = recipe_file("data:\n  instruction: Classifica a reclamação\n")
-    code = "import sys; from lemon_mlflow import load_recipe; print(ascii(load_recipe(sys.argv[1]).recipe.data.instruction))"
+    code = (
+        "import sys; from lemon_mlflow import load_recipe\n"
+        "print(ascii(load_recipe(sys.argv[1]).recipe.data.instruction))\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)],
         env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
@@ -138,17 +146,44 @@ def test_a_section_given_twice_is_refused(recipe_file):
 
 
 OTHER_VALUES = {
-    "base.model": "./base", "base.revision": "main", "base.quantization": "4bit", "base.dtype": "bfloat16",
-    "data.path": "elsewhere", "data.format": "text", "data.instruction": "Classify.", "data.labels": "a,b",
-    "data.train_on": "last_answer", "data.min_train_rows": "2", "lora.rank": "3", "lora.alpha": "5", "lora.dropout": "0.1",
-    "lora.layers": "2", "lora.target_modules": "q_proj", "train.backend": "mlx", "train.seed": "11", "train.epochs": "2.5",
-    "train.max_steps": "9", "train.batch_size": "2", "train.gradient_accumulation": "3", "train.learning_rate": "0.0001",
-    "train.schedule": "cosine", "train.warmup_steps": "1", "train.weight_decay": "0.01", "train.max_grad_norm": "0.5",
-    "train.max_seq_length": "64", "train.gradient_checkpointing": "true", "train.validate_every": "5",
-    "train.checkpoint_every": "6", "train.resume": "abc", "limits.system_available_pct": "20",
-    "limits.framework_peak_gb": "3", "limits.process_gb": "4", "limits.minutes": "1.5", "track.experiment": "e",
+    "base.model": "./base",
+    "base.revision": "main",
+    "base.quantization": "4bit",
+    "base.dtype": "bfloat16",
+    "data.path": "elsewhere",
+    "data.format": "text",
+    "data.instruction": "Classify.",
+    "data.labels": "a,b",
+    "data.train_on": "last_answer",
+    "data.min_train_rows": "2",
+    "lora.rank": "3",
+    "lora.alpha": "5",
+    "lora.dropout": "0.1",
+    "lora.layers": "2",
+    "lora.target_modules": "q_proj",
+    "train.backend": "mlx",
+    "train.seed": "11",
+    "train.epochs": "2.5",
+    "train.max_steps": "9",
+    "train.batch_size": "2",
+    "train.gradient_accumulation": "3",
+    "train.learning_rate": "0.0001",
+    "train.schedule": "cosine",
+    "train.warmup_steps": "1",
+    "train.weight_decay": "0.01",
+    "train.max_grad_norm": "0.5",
+    "train.max_seq_length": "64",
+    "train.gradient_checkpointing": "true",
+    "train.validate_every": "5",
+    "train.checkpoint_every": "6",
+    "train.resume": "abc",
+    "limits.system_available_pct": "20",
+    "limits.framework_peak_gb": "3",
+    "limits.process_gb": "4",
+    "limits.minutes": "1.5",
+    "track.experiment": "e",
     "track.run_name": "n",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("key", valid_keys())
@@ -314,8 +349,8 @@ def test_relative_paths_start_at_the_recipe_and_those_of_overrides_at_the_workin
     ("value", "text"),
     [
         (7, "7"), (7.0, "7"), (0.0, "0"), (-0.0, "0"), (2e-4, "0.0002"), (1e-05, "1e-05"), (0.1, "0.1"), (True, "true"),
-        (False, "false"), (None, "none"), ("all-linear", "all-linear"), (("q_proj", "v_proj"), "q_proj,v_proj"), ([], ""),
-        (math.inf, "inf"), (1e300, "1e+300"),
+        (False, "false"), (None, "none"), ("all-linear", "all-linear"), (("q_proj", "v_proj"), "q_proj,v_proj"),
+        ([], ""), (math.inf, "inf"), (1e300, "1e+300"),
     ],
 )  # fmt: skip
 def test_a_value_has_one_spelling(value, text):
@@ -326,7 +361,9 @@ def test_a_value_has_one_spelling(value, text):
 def test_the_same_number_typed_in_two_ways_is_logged_as_the_same_text(recipe_file):
     """M05"""
     spellings = ("7", "7.0", "7.00", "0.7e1")
-    texts = {canonical_text(flatten(load_recipe(None, {"lora.alpha": text}).recipe)["lora.alpha"]) for text in spellings}
+    texts = {
+        canonical_text(flatten(load_recipe(None, {"lora.alpha": text}).recipe)["lora.alpha"]) for text in spellings
+    }
     assert texts == {"7"}
 
 

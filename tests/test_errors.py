@@ -9,7 +9,9 @@ from lemon_mlflow.errors import Failure, Refusal
 
 
 def test_a_refusal_prints_code_place_and_remedy_in_one_line():
-    refusal = Refusal("too_few_rows", "train has 2 rows,\n4 are needed", where="train.jsonl", remedy="write\n\nmore rows")
+    refusal = Refusal(
+        "too_few_rows", "train has 2 rows,\n4 are needed", where="train.jsonl", remedy="write\n\nmore rows"
+    )
     assert str(refusal) == "too_few_rows: train has 2 rows, 4 are needed [train.jsonl] -> write more rows"
 
 
@@ -32,7 +34,9 @@ def test_only_the_first_twenty_details_are_kept():
 
 @pytest.mark.parametrize("kind", [Refusal, Failure])
 def test_json_and_pickle_keep_every_field_and_the_kind(kind):
-    original = kind("bad_json", "não é JSON", "train.jsonl:3", "write one object a line", ("train.jsonl:3", "train.jsonl:9"))
+    original = kind(
+        "bad_json", "não é JSON", "train.jsonl:3", "write one object a line", ("train.jsonl:3", "train.jsonl:9")
+    )
     for copy in (
         kind.from_dict(json.loads(json.dumps(original.as_dict()))),
         pickle.loads(pickle.dumps(original)),

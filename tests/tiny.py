@@ -1,7 +1,7 @@
 """Small real things that tests share: a tokenizer, data files. Each is made in milliseconds and fetched from nowhere.
 
-    tokenizer = load_tokenizer(tiny_tokenizer(tmp_path / "base"))
-    folder = tiny_folder(tmp_path / "data", train=[chat("Hello", "Good day")])
+tokenizer = load_tokenizer(tiny_tokenizer(tmp_path / "base"))
+folder = tiny_folder(tmp_path / "data", train=[chat("Hello", "Good day")])
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
 
 def tiny_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
     """Rows of format messages, each with its own question."""
-    return [chat(f"Where is order {number}?", f"Order {number} is on its way.") for number in range(start, start + count)]
+    return [
+        chat(f"Where is order {number}?", f"Order {number} is on its way.") for number in range(start, start + count)
+    ]
 
 
 def tiny_folder(

@@ -147,8 +147,8 @@ def _refuse_missing_shards(folder: Path) -> None:
     try:
         wanted = set(_json_object(index).get("weight_map", {}).values())
     except (OSError, ValueError, AttributeError) as error:
-        raise Refusal("base_incomplete", f"the list of weight files cannot be read ({type(error).__name__})", str(index),
-                      "download the base again") from None  # fmt: skip
+        message = f"the list of weight files cannot be read ({type(error).__name__})"
+        raise Refusal("base_incomplete", message, str(index), "download the base again") from None
     missing = sorted(name for name in wanted if not (folder / name).is_file())
     if missing:
         raise Refusal("base_incomplete", f"{len(missing)} weight files are missing, the first is {missing[0]}", str(index), "download the base again")

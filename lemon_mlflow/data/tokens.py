@@ -103,7 +103,7 @@ def _answer_span(tokenizer: Any, row: Row, index: int, full: str) -> tuple[int, 
     if at >= 0:
         before, after = with_marker[:at], with_marker[at + len(_MARKER) :]
         if full.startswith(before) and full.endswith(after) and len(before) + len(after) < len(full):
-            # Blanks that the generation prompt lacks (Mistral's) are the model's to write, so they belong to the answer.
+            # Blanks that the generation prompt lacks (Mistral's) are the model's to write: they belong to the answer.
             prompt = _generation_prompt(tokenizer, row, index)
             ours = len(prompt) if before.startswith(prompt) and before[len(prompt) :].isspace() else len(before)
             return ours, len(full) - len(after)
@@ -138,7 +138,7 @@ def _tokenise(tokenizer: Any, full: str, spans: list[tuple[int, int]]) -> tuple[
         answer = _ids(tokenizer, full[start:end])
         last = number == len(spans) - 1
         after = _ids(tokenizer, full[end:] if last else full[end : spans[number + 1][0]])
-        ended = _tokens_to_the_end(tokenizer, after, special)
+        ended = _tokens_to_the_end(tokenizer, after, special, last)
         if last and not any(token in special for token in after):
             # The template ends no turn: without an end token the adapter would never learn to stop.
             after, ended = [tokenizer.eos_token_id, *after], 1
@@ -147,11 +147,15 @@ def _tokenise(tokenizer: Any, full: str, spans: list[tuple[int, int]]) -> tuple[
     return ids, trainable
 
 
-def _tokens_to_the_end(tokenizer: Any, after: list[int], special: set[int]) -> int:
-    """How many tokens after an answer still belong to it: up to the first special token, if only blanks precede it."""
+def _tokens_to_the_end(tokenizer: Any, after: list[int], special: set[int], last: bool) -> int:
+    """How many tokens after an answer still belong to it: up to the first special token, if only blanks precede it.
+
+    After the last answer other text may precede the end token (`### End</s>`): the model must write it to stop.
+    """
     for number, token in enumerate(after):
         if token in special:
-            return number + 1 if not tokenizer.decode(after[:number]).strip() else 0
+            ends = last and token == tokenizer.eos_token_id
+            return number + 1 if ends or not tokenizer.decode(after[:number]).strip() else 0
     return 0
 
 

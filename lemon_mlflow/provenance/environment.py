@@ -49,6 +49,8 @@ def gpus() -> tuple[tuple[Gpu, ...], str]:
 
 
 def _why(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "the package nvidia-ml-py is not installed"
     return "no NVIDIA driver (NVML not found)" if "NotFound" in type(error).__name__ else type(error).__name__
 
 

@@ -52,7 +52,11 @@ def test_a_completion_row_is_a_chat_of_one_question(tmp_path):
 def test_a_text_row_keeps_its_text_and_has_no_turns(tmp_path):
     row = {"text": " Era uma vez\n"}
     data = read_folder(tiny_folder(tmp_path, [row], [row], [row]), ANY)
-    assert (data.format, data.splits["train"][0].text, data.splits["train"][0].messages) == ("text", " Era uma vez\n", ())
+    assert (data.format, data.splits["train"][0].text, data.splits["train"][0].messages) == (
+        "text",
+        " Era uma vez\n",
+        (),
+    )
 
 
 def test_a_classification_row_asks_the_instruction_and_answers_the_label(tmp_path):
@@ -82,13 +86,24 @@ def test_a_text_with_braces_is_not_filled_in_again():
     assert fill_instruction("Sort: {text}", "{text}{x}") == "Sort: {text}{x}"
 
 
-@pytest.mark.parametrize(("given", "shown"), [({"id": 7}, "7"), ({"id": "a7"}, "a7"), ({"id": None}, "train.jsonl:1"), ({}, "train.jsonl:1")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [({"id": 7}, "7"), ({"id": 0}, "0"), ({"id": "a7"}, "a7"), ({"id": None}, "train.jsonl:1"), ({}, "train.jsonl:1")],
+)
 def test_a_row_without_an_id_is_called_by_its_place(tmp_path, given, shown):
     folder = tiny_folder(tmp_path, train=[{**chat("a", "b"), **given}])
     assert read_folder(folder, ANY).splits["train"][0].id == shown
 
 
-@pytest.mark.parametrize(("given", "kept"), [({"conversation_id": 0}, "0"), ({"conversation_id": "c"}, "c"), ({"conversation_id": None}, ""), ({}, "")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"conversation_id": 0}, "0"),
+        ({"conversation_id": "c"}, "c"),
+        ({"conversation_id": None}, ""),
+        ({}, ""),
+    ],
+)
 def test_conversation_zero_is_a_conversation(tmp_path, given, kept):
     folder = tiny_folder(tmp_path, train=[{**chat("a", "b"), **given}])
     assert read_folder(folder, ANY).splits["train"][0].conversation_id == kept

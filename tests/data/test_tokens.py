@@ -22,7 +22,8 @@ THINKING = (
     "{% if message['role'] == 'assistant' %}"
     "{% set answer = message['content'].split('</think>')[-1].lstrip('\\n') %}"
     "{% if loop.last %}"
-    "{% set thought = message['content'].split('</think>')[0].split('<think>')[-1] if '</think>' in message['content'] else '' %}"
+    "{% set thought = message['content'].split('</think>')[0].split('<think>')[-1] %}"
+    "{% set thought = thought if '</think>' in message['content'] else '' %}"
     "{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}"
     "{% endif %}{{ answer }}"
     "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
@@ -33,10 +34,13 @@ THINKING = (
 OTHER_PROMPT = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
 """Its generation prompt is not a prefix of the rendered chat."""
 
-NO_END = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # fmt: skip
+NO_END = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 """Ends no turn with a special token."""
 
-ONLY_LAST = "{% for message in messages[-2:] %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"  # fmt: skip
+ONLY_LAST = CHATML.replace("in messages %}", "in messages[-2:] %}")
 """Hides every turn before the last two."""
 
 TRIMMING = CHATML.replace("message['content']", "(message['content'] | trim)")
@@ -205,6 +209,14 @@ def test_a_template_without_an_end_token_gets_one_after_the_last_answer(tokenize
     assert found.ids.count(made.eos_token_id) == 1
 
 
+def test_text_that_the_template_puts_before_the_end_token_is_learned_so_that_the_model_can_stop(tokenizer, row):
+    """K09"""
+    made = tokenizer(NO_END.replace("+ '\\n' }}", "+ ' ### End' + eos_token + '\\n' }}"), eos="</s>")
+    found = encode(made, row(chat("Hi", "Hello")), "answers")
+    assert made.decode(found.ids) == "user: Hi ### End</s>\nassistant: Hello ### End</s>\n"
+    assert learned(made, found) == ["Hello ### End</s>"]
+
+
 def test_mistral_learns_each_answer_as_the_model_will_give_it_after_the_prompt(tokenizer, row):
     made = tokenizer(MISTRAL, eos="</s>")
     found = encode(made, row(chat("Hi", "Hello", "Bye", "See you")), "answers")
@@ -241,7 +253,9 @@ def test_blanks_that_the_template_trims_are_not_learned(tokenizer, row):
     assert learned(made, encode(made, row(chat("Hi", "  Hello\n")), "answers")) == ["Hello<|im_end|>"]
 
 
-@pytest.mark.parametrize("template", [ONLY_LAST, NO_ANSWERS, LOWERING], ids=["hidden turn", "no answers", "changed answers"])
+@pytest.mark.parametrize(
+    "template", [ONLY_LAST, NO_ANSWERS, LOWERING], ids=["hidden turn", "no answers", "changed answers"]
+)
 def test_a_template_that_hides_an_answer_is_refused_with_row_and_turn(tokenizer, row, template):
     """K01, K06"""
     refusal = refused(tokenizer(template), row({**chat("Hi", "Hello", "Bye", "See you"), "id": "row-7"}))
