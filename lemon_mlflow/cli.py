@@ -51,13 +51,17 @@ def read_overrides(rest: Sequence[str]) -> dict[str, str]:
     words = iter(rest)
     for word in words:
         if not word.startswith("--") or word == "--":
-            raise Refusal("bad_arguments", f"{word!r} is not an option", "command line", "write recipe keys as --lora.rank 4")
+            raise Refusal(
+                "bad_arguments", f"{word!r} is not an option", "command line", "write recipe keys as --lora.rank 4"
+            )
         key, equals, value = word[2:].partition("=")
         if not equals:
             try:
                 value = next(words)
             except StopIteration:
-                raise Refusal("bad_arguments", f"--{key} has no value", "command line", f"write --{key} VALUE") from None
+                raise Refusal(
+                    "bad_arguments", f"--{key} has no value", "command line", f"write --{key} VALUE"
+                ) from None
         overrides[key] = value
     return overrides
 
@@ -71,9 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     defaults = flatten(Recipe())
     keys = "\n".join(f"  --{key}  (default: {defaults[key]})" for key in valid_keys())
     train = verbs.add_parser(
-        "train", allow_abbrev=False, help="train an adapter under supervision, as one MLflow run",
-        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"recipe keys, all of them options:\n{keys}",
-    )  # fmt: skip
+        "train",
+        allow_abbrev=False,
+        help="train an adapter under supervision, as one MLflow run",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"recipe keys, all of them options:\n{keys}",
+    )
     train.add_argument("--recipe", default="", help="YAML recipe (default: the built-in defaults)")
     train.add_argument("--seed", default="", help="short for --train.seed")
     train.add_argument("--backend", default="", help="short for --train.backend: auto, hf or mlx")

@@ -52,9 +52,7 @@ CountOrZero = Annotated[int, BeforeValidator(_no_boolean), Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_no_boolean)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_from_text)]
 OptionalCount = Annotated[Count | None, BeforeValidator(_none_from_text)]
-OptionalPositive = Annotated[
-    Annotated[Number, Field(gt=0)] | None, BeforeValidator(_none_from_text)
-]
+OptionalPositive = Annotated[Annotated[Number, Field(gt=0)] | None, BeforeValidator(_none_from_text)]
 
 
 class BaseSection(_Section):
@@ -192,16 +190,12 @@ class LoadedRecipe:
         return self.path.parent
 
 
-def section_of(key: str) -> type[_Section] | None:
-    """The section class of a dotted key, None when there is no such section."""
-    field = Recipe.model_fields.get(key.split(".", 1)[0])
-    return field.annotation if field else None
-
-
 def valid_keys() -> tuple[str, ...]:
     """Every dotted recipe key, in the order of the sections."""
     return tuple(
-        f"{name}.{key}" for name, field in Recipe.model_fields.items() for key in field.annotation.model_fields  # type: ignore[union-attr]
+        f"{name}.{key}"
+        for name, field in Recipe.model_fields.items()
+        for key in field.annotation.model_fields  # type: ignore[union-attr]
     )
 
 
@@ -233,7 +227,9 @@ def to_yaml(recipe: Recipe) -> str:
     return text
 
 
-def load_recipe(path: str | Path | None, overrides: Mapping[str, Any] | None = None, cwd: Path | None = None) -> LoadedRecipe:
+def load_recipe(
+    path: str | Path | None, overrides: Mapping[str, Any] | None = None, cwd: Path | None = None
+) -> LoadedRecipe:
     """Read, override and validate a recipe.
 
     Args:
@@ -315,7 +311,9 @@ def _refuse_unknown(nested: dict[str, Any], overrides: Mapping[str, Any], shown:
         if values is None:
             nested[section] = {}
         elif not isinstance(values, dict):
-            raise Refusal("bad_recipe_value", f"`{section}` is a section, not a value", where, "put its keys on lines below")
+            raise Refusal(
+                "bad_recipe_value", f"`{section}` is a section, not a value", where, "put its keys on lines below"
+            )
         for key in nested[section]:
             if f"{section}.{key}" not in valid_keys():
                 raise _unknown(f"{section}.{key}", valid_keys(), f"{shown}:{lines.get(f'{section}.{key}', 1)}")
@@ -340,7 +338,11 @@ def _bad_value(error: ValidationError, shown: str, lines: dict[str, int], overri
         first_word = message.split(" ")[0].rstrip(":")
         names_itself = first_word in valid_keys()  # a rule of a whole section says itself which key it is about
         key = first_word if names_itself else key
-        place = f"command line: --{key}" if key in overrides else f"{shown}:{lines.get(key, lines.get(key.split('.')[0], 1))}"
+        place = (
+            f"command line: --{key}"
+            if key in overrides
+            else f"{shown}:{lines.get(key, lines.get(key.split('.')[0], 1))}"
+        )
         given = item.get("input")
         quoted = f" (given: {given!r})" if isinstance(given, (str, int, float)) and len(str(given)) <= 60 else ""
         faults.append((place, f"`{key}`: {message}{quoted}" if key and not names_itself else message))

@@ -29,7 +29,9 @@ class RunEnded(Exception):
     exit_status = 1
     outcome_kind = "failed"
 
-    def __init__(self, code: str, message: str, where: str = "", remedy: str = "", details: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, code: str, message: str, where: str = "", remedy: str = "", details: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(code, message, where, remedy, details)
         self.code = code
         self.message = message

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lemon_mlflow.config import Recipe, canonical_text, flatten, load_recipe, section_of, to_yaml, valid_keys
+from lemon_mlflow.config import Recipe, canonical_text, flatten, load_recipe, to_yaml, valid_keys
 from lemon_mlflow.errors import Refusal
 
 
@@ -193,10 +193,8 @@ def test_every_key_can_be_overridden_with_text(key):
     assert canonical_text(after[key]) == OTHER_VALUES[key]
 
 
-def test_keys_and_their_sections_agree():
+def test_the_valid_keys_are_those_of_the_flat_recipe():
     assert tuple(flatten(Recipe())) == valid_keys()
-    assert section_of("lora.rank").model_fields["rank"].default == 8
-    assert section_of("nothing.rank") is None
 
 
 # Values

@@ -1,8 +1,8 @@
 """A real Llama of 0.2 M parameters that both backends load, and helpers to train it in the test's own process.
 
-    base = tiny_base(tmp_path / "base")
-    run = train_tiny("mlx", base, tokens, tmp_path / "out", seed=7)
-    run.losses, run.adapter
+base = tiny_base(tmp_path / "base")
+run = train_tiny("mlx", base, tokens, tmp_path / "out", seed=7)
+run.losses, run.adapter
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def tiny_base(folder: Path, layers: int = 4, seed: int = 0) -> Path:
     def weight(*shape: int) -> np.ndarray:
         return (generator.standard_normal(shape) * 0.08).astype(np.float32)
 
-    tensors = {"model.embed_tokens.weight": weight(vocabulary, _HIDDEN), "model.norm.weight": np.ones(_HIDDEN, np.float32)}
+    tensors = {
+        "model.embed_tokens.weight": weight(vocabulary, _HIDDEN),
+        "model.norm.weight": np.ones(_HIDDEN, np.float32),
+    }
     for number in range(layers):
         name = f"model.layers.{number}"
         tensors |= {
@@ -64,7 +67,10 @@ def varied_folder(folder: Path, train_rows: int = 22, valid_rows: int = 5) -> Pa
     """Rows of different lengths; the counts are no multiples of 2 or 4, so that partial batches occur."""
 
     def row(number: int) -> dict[str, Any]:
-        return chat(f"Tell me about item {number}. " + "More, please. " * (number % 5), "yes " * (1 + number % 4) + str(number % 7))
+        return chat(
+            f"Tell me about item {number}. " + "More, please. " * (number % 5),
+            "yes " * (1 + number % 4) + str(number % 7),
+        )
 
     write_jsonl(folder / "train.jsonl", [row(number) for number in range(train_rows)])
     write_jsonl(folder / "valid.jsonl", [row(number) for number in range(1000, 1000 + valid_rows)])
@@ -75,7 +81,9 @@ def varied_folder(folder: Path, train_rows: int = 22, valid_rows: int = 5) -> Pa
 def tokenised(base: Path, data: Path, out: Path) -> Path:
     """tokens.npz of a data folder."""
     out.mkdir(parents=True, exist_ok=True)
-    prepare(PrepareJob(str(data), Recipe().data.model_dump(mode="json"), str(base), 512, str(out)), lambda *a, **k: None)
+    prepare(
+        PrepareJob(str(data), Recipe().data.model_dump(mode="json"), str(base), 512, str(out)), lambda *a, **k: None
+    )
     return out / "tokens.npz"
 
 

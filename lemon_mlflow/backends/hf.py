@@ -65,7 +65,10 @@ class HfBackend:
         quantization = declared_quantization(config, str(dtype).removeprefix("torch."))
         if spec.quantization == "4bit":
             options["quantization_config"] = transformers.BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=dtype,
             )
             quantization = Quantization("nf4", 4, 64, True, str(dtype).removeprefix("torch."))
         if self.device.type != "cpu":
@@ -86,19 +89,31 @@ class HfBackend:
     def add_adapter(self, spec: LoraSpec, seed: int) -> AdapterInfo:
         assert self._spec is not None
         list_name, layers = _decoder_layers(self._model)
-        linear = sorted({name for layer in layers for name, part in layer.named_modules() if isinstance(part, torch.nn.Linear)})
+        linear = sorted(
+            {name for layer in layers for name, part in layer.named_modules() if isinstance(part, torch.nn.Linear)}
+        )
         targets = pick_targets(spec.target_modules, linear)
         count = len(layers) if spec.layers < 0 else spec.layers
         if count > len(layers):
-            raise Refusal("too_many_layers", f"the base has {len(layers)} decoder layers", f"lora.layers: {count}",
-                          f"use -1, or a number up to {len(layers)}")  # fmt: skip
+            raise Refusal(
+                "too_many_layers",
+                f"the base has {len(layers)} decoder layers",
+                f"lora.layers: {count}",
+                f"use -1, or a number up to {len(layers)}",
+            )
         chosen = list(range(len(layers) - count, len(layers)))
         config = LoraConfig(
-            r=spec.rank, lora_alpha=spec.alpha, lora_dropout=spec.dropout, bias="none", task_type="CAUSAL_LM",
-            target_modules=targets, layers_to_transform=None if count == len(layers) else chosen,
+            r=spec.rank,
+            lora_alpha=spec.alpha,
+            lora_dropout=spec.dropout,
+            bias="none",
+            task_type="CAUSAL_LM",
+            target_modules=targets,
+            layers_to_transform=None if count == len(layers) else chosen,
             layers_pattern=None if count == len(layers) else list_name.split(".")[-1],
-            base_model_name_or_path=self._spec.name, revision=self._spec.commit or None,
-        )  # fmt: skip
+            base_model_name_or_path=self._spec.name,
+            revision=self._spec.commit or None,
+        )
         self._model = get_peft_model(self._model, config)
         modules = []
         for name, part in self._model.named_modules():
@@ -118,7 +133,9 @@ class HfBackend:
             self._model = PeftModel.from_pretrained(self._model, str(folder), is_trainable=False)
         # peft only warns of missing tensors, and takes surplus ones in silence.
         present = {
-            name.replace(".default.", "."): tuple(p.shape) for name, p in self._model.named_parameters() if ".lora_" in name
+            name.replace(".default.", "."): tuple(p.shape)
+            for name, p in self._model.named_parameters()
+            if ".lora_" in name
         }
         given = {name: tuple(tensor.shape) for name, tensor in stored.items()}
         _refuse_other_tensors(present, given)
@@ -190,9 +207,11 @@ class HfBackend:
     def memory(self) -> FrameworkMemory:
         if self.device.type == "cuda":
             return FrameworkMemory(
-                torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device),
-                torch.cuda.max_memory_reserved(self.device), "torch.cuda",
-            )  # fmt: skip
+                torch.cuda.memory_allocated(self.device),
+                torch.cuda.max_memory_allocated(self.device),
+                torch.cuda.max_memory_reserved(self.device),
+                "torch.cuda",
+            )
         if self.device.type == "mps":
             held = torch.mps.driver_allocated_memory()
             return FrameworkMemory(torch.mps.current_allocated_memory(), held, held, "torch.mps")
@@ -264,8 +283,12 @@ def _decoder_layers(model: Any) -> tuple[str, Any]:
     """Name and module of the longest list of layers, which in a causal language model is the decoder."""
     lists = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)]
     if not lists:
-        raise Refusal("unsupported_architecture", "no list of decoder layers was found in the base", "base.model",
-                      "use a decoder-only model such as Llama, Qwen, Mistral, Gemma or SmolLM")  # fmt: skip
+        raise Refusal(
+            "unsupported_architecture",
+            "no list of decoder layers was found in the base",
+            "base.model",
+            "use a decoder-only model such as Llama, Qwen, Mistral, Gemma or SmolLM",
+        )
     return max(lists, key=lambda item: len(item[1]))
 
 
@@ -291,8 +314,12 @@ def _enable_checkpointing(model: Any) -> None:
 def _refuse_other_tensors(present: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]) -> None:
     wrong = sorted(set(present) ^ set(given)) or sorted(name for name in present if present[name] != given[name])
     if wrong:
-        raise Failure("adapter_incomplete", f"{len(wrong)} tensors are missing, surplus or of another shape, the first is {wrong[0]}",
-                      "adapter/adapter_model.safetensors", "train again; do not use this adapter")  # fmt: skip
+        raise Failure(
+            "adapter_incomplete",
+            f"{len(wrong)} tensors are missing, surplus or of another shape, the first is {wrong[0]}",
+            "adapter/adapter_model.safetensors",
+            "train again; do not use this adapter",
+        )
 
 
 def _nf4_layers(model: Any) -> list[Any]:
@@ -331,14 +358,29 @@ def _check_nf4_gradient(model: Any, device: torch.device, dtype: torch.dtype) ->
     cosine = 0.0 if found is None else float(F.cosine_similarity(found.float().flatten(), expected.flatten(), dim=0))
     if not cosine >= 0.99:
         raise Failure(
-            "quantized_gradient_broken", f"the gradient through the 4-bit layers is wrong (cosine {cosine:.3f}, 0.99 is needed)",
-            "base.quantization: 4bit", "use another bitsandbytes version, or base.quantization: none",
+            "quantized_gradient_broken",
+            f"the gradient through the 4-bit layers is wrong (cosine {cosine:.3f}, 0.99 is needed)",
+            "base.quantization: 4bit",
+            "use another bitsandbytes version, or base.quantization: none",
         )
 
 
 class _MallInfo2(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]  # fmt: skip
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 class _AllocatorPeak:
@@ -349,7 +391,7 @@ class _AllocatorPeak:
 
     def __init__(self, every_seconds: float = 0.02) -> None:
         try:
-            self._mallinfo = ctypes.CDLL(None).mallinfo2
+            self._mallinfo: Any = ctypes.CDLL(None).mallinfo2
             self._mallinfo.restype = _MallInfo2
         except (OSError, AttributeError):  # not glibc 2.33 or newer
             self._mallinfo = None
@@ -368,7 +410,11 @@ class _AllocatorPeak:
 
     def read(self) -> FrameworkMemory:
         if self._mallinfo is None:
-            return FrameworkMemory(0, 0, 0, "unavailable: torch counts nothing on this CPU, and the C library has no mallinfo2")
+            return FrameworkMemory(
+                0, 0, 0, "unavailable: torch counts nothing on this CPU, and the C library has no mallinfo2"
+            )
         now = self._now()
         self._peak = max(self._peak, now)
-        return FrameworkMemory(now, self._peak, 0, "C allocator of the training process (mallinfo2), sampled every 20 ms")
+        return FrameworkMemory(
+            now, self._peak, 0, "C allocator of the training process (mallinfo2), sampled every 20 ms"
+        )

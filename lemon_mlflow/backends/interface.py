@@ -168,21 +168,35 @@ def choose_backend(recipe: Recipe, has_cuda: bool) -> str:
     name = wanted if wanted != "auto" else ("mlx" if on_apple_silicon() else "hf")
     if name == "hf" and quantization == "4bit" and platform.system() == "Darwin" and not has_cuda:
         raise Refusal(
-            "quantization_unavailable", "4-bit bitsandbytes needs CUDA or a Linux CPU, not a Mac", "base.quantization: 4bit",
+            "quantization_unavailable",
+            "4-bit bitsandbytes needs CUDA or a Linux CPU, not a Mac",
+            "base.quantization: 4bit",
             "use -P backend=mlx, which has its own 4 bit",
         )
     if name == "hf" and quantization == "8bit":
-        raise Refusal("quantization_unavailable", "the hf backend trains on none or 4bit (NF4)", "base.quantization: 8bit",
-                      "use base.quantization: 4bit, or -P backend=mlx for 8 bit")  # fmt: skip
+        raise Refusal(
+            "quantization_unavailable",
+            "the hf backend trains on none or 4bit (NF4)",
+            "base.quantization: 8bit",
+            "use base.quantization: 4bit, or -P backend=mlx for 8 bit",
+        )
     missing = [module for module in _MODULES[name] if not is_installed(module)]
     if missing:
         other = "mlx" if name == "hf" else "hf"
         also = f", or use the installed one: -P backend={other}" if all(map(is_installed, _MODULES[other])) else ""
-        raise Refusal("backend_not_installed", f"backend {name} needs {', '.join(missing)}", f"train.backend: {wanted}",
-                      f"pip install 'lemon-mlflow[{name}]'{also}")  # fmt: skip
+        raise Refusal(
+            "backend_not_installed",
+            f"backend {name} needs {', '.join(missing)}",
+            f"train.backend: {wanted}",
+            f"pip install 'lemon-mlflow[{name}]'{also}",
+        )
     if name == "hf" and quantization == "4bit" and not is_installed("bitsandbytes"):
-        raise Refusal("quantization_unavailable", "4 bit on hf needs bitsandbytes", "base.quantization: 4bit",
-                      "pip install bitsandbytes, or use base.quantization: none")  # fmt: skip
+        raise Refusal(
+            "quantization_unavailable",
+            "4 bit on hf needs bitsandbytes",
+            "base.quantization: 4bit",
+            "pip install bitsandbytes, or use base.quantization: none",
+        )
     return name
 
 
@@ -210,7 +224,9 @@ def refuse_no_target(wanted: tuple[str, ...], linear: list[str]) -> Refusal:
 
     near = sorted({match for name in wanted for match in difflib.get_close_matches(name, linear, 3, cutoff=0.3)})
     return Refusal(
-        "target_modules_match_nothing", f"no linear layer of the decoder is called {', '.join(wanted)}", "lora.target_modules",
+        "target_modules_match_nothing",
+        f"no linear layer of the decoder is called {', '.join(wanted)}",
+        "lora.target_modules",
         f"the linear layers are: {', '.join(near or linear)}",
     )
 

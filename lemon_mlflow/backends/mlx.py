@@ -71,15 +71,22 @@ class MlxBackend:
         targets = pick_targets(spec.target_modules, linear)
         count = len(layers) if spec.layers < 0 else spec.layers
         if count > len(layers):
-            raise Refusal("too_many_layers", f"the base has {len(layers)} decoder layers", f"lora.layers: {count}",
-                          f"use -1, or a number up to {len(layers)}")  # fmt: skip
+            raise Refusal(
+                "too_many_layers",
+                f"the base has {len(layers)} decoder layers",
+                f"lora.layers: {count}",
+                f"use -1, or a number up to {len(layers)}",
+            )
         total = sum(_logical_size(part) for _, part in self._model.named_modules())
         parameters = {"rank": spec.rank, "scale": spec.scale, "dropout": spec.dropout, "keys": targets}
         linear_to_lora_layers(self._model, count, parameters)
         self._config = {
-            "fine_tune_type": "lora", "num_layers": count, "lora_parameters": parameters,
-            "model": self._spec.name if self._spec else "", "revision": (self._spec.commit if self._spec else "") or None,
-        }  # fmt: skip
+            "fine_tune_type": "lora",
+            "num_layers": count,
+            "lora_parameters": parameters,
+            "model": self._spec.name if self._spec else "",
+            "revision": (self._spec.commit if self._spec else "") or None,
+        }
         modules = []
         for number, layer in enumerate(layers):
             for name, part in layer.named_modules():
@@ -95,13 +102,25 @@ class MlxBackend:
         try:
             self._model = load_adapters(self._model, str(folder))
         except (ValueError, KeyError) as error:
-            raise Failure("adapter_incomplete", f"mlx-lm refuses the adapter: {error}", "adapter/adapters.safetensors",
-                          "train again; do not use this adapter") from None  # fmt: skip
+            raise Failure(
+                "adapter_incomplete",
+                f"mlx-lm refuses the adapter: {error}",
+                "adapter/adapters.safetensors",
+                "train again; do not use this adapter",
+            ) from None
         given = set(mx.load(str(folder / "adapters.safetensors")))
-        present = {name for name, _ in tree_flatten(self._model.parameters()) if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b")}
+        present = {
+            name
+            for name, _ in tree_flatten(self._model.parameters())
+            if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b")
+        }
         if missing := sorted(present - given):
-            raise Failure("adapter_incomplete", f"{len(missing)} tensors are missing, the first is {missing[0]}",
-                          "adapter/adapters.safetensors", "train again; do not use this adapter")  # fmt: skip
+            raise Failure(
+                "adapter_incomplete",
+                f"{len(missing)} tensors are missing, the first is {missing[0]}",
+                "adapter/adapters.safetensors",
+                "train again; do not use this adapter",
+            )
         self._model.freeze()
 
     def prepare_training(self, checkpointing: bool, weight_decay: float) -> None:
@@ -164,7 +183,9 @@ class MlxBackend:
 
     def save_adapter(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        mx.save_safetensors(str(folder / "adapters.safetensors"), dict(sorted(tree_flatten(self._model.trainable_parameters()))))
+        mx.save_safetensors(
+            str(folder / "adapters.safetensors"), dict(sorted(tree_flatten(self._model.trainable_parameters())))
+        )
         text = json.dumps(self._config, indent=2, sort_keys=True) + "\n"
         (folder / "adapter_config.json").write_text(text, encoding="utf-8")
 
@@ -175,7 +196,7 @@ class MlxBackend:
         mx.save_safetensors(str(folder / "state.safetensors"), tensors)
 
     def load_state(self, folder: Path) -> None:
-        tensors = mx.load(str(folder / "state.safetensors"))
+        tensors: Any = mx.load(str(folder / "state.safetensors"))
 
         def part(prefix: str) -> list[tuple[str, Any]]:
             return [(name.removeprefix(prefix), value) for name, value in tensors.items() if name.startswith(prefix)]
@@ -222,7 +243,7 @@ def _device() -> str:
 
 def _wire_memory() -> None:
     if mx.metal.is_available():
-        mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
 @dataclass(frozen=True)
@@ -253,10 +274,16 @@ def convert(job: ConvertJob, emit: Callable[..., None]) -> dict[str, Any]:
         # On a CPU, bfloat16 scales make the product about ten times slower; on a Mac the folder's own type is right.
         dtype = None if mx.metal.is_available() else "float32"
         try:
-            mlx_convert(job.source, str(scratch / "out"), quantize=True, q_bits=job.bits, q_group_size=_GROUP_SIZE, dtype=dtype)
+            mlx_convert(
+                job.source, str(scratch / "out"), quantize=True, q_bits=job.bits, q_group_size=_GROUP_SIZE, dtype=dtype
+            )
         except ValueError as error:
-            raise Refusal("quantization_unavailable", f"mlx-lm cannot quantize this base: {str(error)[:160]}",
-                          f"base.quantization: {job.bits}bit", "use base.quantization: none") from None  # fmt: skip
+            raise Refusal(
+                "quantization_unavailable",
+                f"mlx-lm cannot quantize this base: {str(error)[:160]}",
+                f"base.quantization: {job.bits}bit",
+                "use base.quantization: none",
+            ) from None
         if not (folder / "config.json").is_file():
             (scratch / "out").rename(folder)
     finally:

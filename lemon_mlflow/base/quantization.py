@@ -53,8 +53,12 @@ def declared_quantization(config: dict[str, Any], compute_dtype: str) -> Quantiz
     if not isinstance(own, dict):
         return Quantization(compute_dtype=compute_dtype)
     if "quant_method" not in own or own.get("quant_method") == "mlx":
-        return Quantization(str(own.get("mode", "affine")), int(own["bits"]), int(own.get("group_size", 64)), False, compute_dtype)
+        return Quantization(
+            str(own.get("mode", "affine")), int(own["bits"]), int(own.get("group_size", 64)), False, compute_dtype
+        )
     if own.get("load_in_4bit"):
         kind = str(own.get("bnb_4bit_quant_type", "fp4"))
         return Quantization(kind, 4, 64, bool(own.get("bnb_4bit_use_double_quant")), compute_dtype)
-    return Quantization(str(own["quant_method"]), int(own.get("bits", 8)), int(own.get("group_size", 0) or 0), False, compute_dtype)
+    return Quantization(
+        str(own["quant_method"]), int(own.get("bits", 8)), int(own.get("group_size", 0) or 0), False, compute_dtype
+    )

@@ -76,14 +76,24 @@ def locate_base(loaded: LoadedRecipe) -> BaseLocation:
     name, revision = loaded.recipe.base.model, loaded.recipe.base.revision
     if name.startswith("embedded:"):
         if name != embedded.NAME:
-            raise Refusal("unknown_embedded_base", f"there is no embedded base {name}", "base.model", f"did you mean {embedded.NAME}?")
+            raise Refusal(
+                "unknown_embedded_base",
+                f"there is no embedded base {name}",
+                "base.model",
+                f"did you mean {embedded.NAME}?",
+            )
         return BaseLocation("embedded", name, embedded.embedded_folder())
     path = Path(name).expanduser()
     path = path if path.is_absolute() else loaded.folder_for("base.model") / path
     if path.is_dir():
         return BaseLocation("folder", name, path.resolve())
     if name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise Refusal("base_unavailable", "there is no such folder", f"base.model: {name}", "give a folder with config.json, or a hub id")
+        raise Refusal(
+            "base_unavailable",
+            "there is no such folder",
+            f"base.model: {name}",
+            "give a folder with config.json, or a hub id",
+        )
     return _from_hub(name, revision)
 
 
@@ -91,12 +101,18 @@ def _from_hub(name: str, revision: str | None) -> BaseLocation:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise Refusal("backend_not_installed", "a hub base needs the package huggingface_hub", f"base.model: {name}",
-                      "pip install 'lemon-mlflow[hf]' (or [mlx])") from None  # fmt: skip
+        raise Refusal(
+            "backend_not_installed",
+            "a hub base needs the package huggingface_hub",
+            f"base.model: {name}",
+            "pip install 'lemon-mlflow[hf]' (or [mlx])",
+        ) from None
     errors = []
     for local_only in (False, True):
         try:
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, local_files_only=local_only))
+            folder = Path(
+                snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, local_files_only=local_only)
+            )
         except Exception as error:  # network, authentication and validation errors have no common kind
             errors.append(type(error).__name__)
             continue
@@ -104,8 +120,10 @@ def _from_hub(name: str, revision: str | None) -> BaseLocation:
         return BaseLocation("hub", name, folder, folder.name if re.fullmatch(r"[0-9a-f]{40}", folder.name) else "")
     at = f"@{revision}" if revision else ""
     raise Refusal(
-        "base_unavailable", f"the hub cannot be reached for {name}{at}, and no copy is cached ({', '.join(errors)})",
-        f"base.model: {name}", "connect once, log in for a gated model, correct the name, or set base.model to a local folder",
+        "base_unavailable",
+        f"the hub cannot be reached for {name}{at}, and no copy is cached ({', '.join(errors)})",
+        f"base.model: {name}",
+        "connect once, log in for a gated model, correct the name, or set base.model to a local folder",
     )
 
 
@@ -120,16 +138,29 @@ def describe_base(location: BaseLocation, folder: Path | None = None) -> Base:
     try:
         config = _json_object(config_path)
     except (OSError, ValueError) as error:
-        raise Refusal("base_incomplete", f"config.json cannot be read ({type(error).__name__})", str(config_path),
-                      "give a folder as transformers or mlx-lm save it") from None  # fmt: skip
+        raise Refusal(
+            "base_incomplete",
+            f"config.json cannot be read ({type(error).__name__})",
+            str(config_path),
+            "give a folder as transformers or mlx-lm save it",
+        ) from None
     if not list(folder.glob("*.safetensors")):
-        raise Refusal("base_incomplete", "there are no weights as safetensors", str(folder),
-                      "save the base as safetensors (pickled .bin weights can run code and are not loaded)")  # fmt: skip
+        raise Refusal(
+            "base_incomplete",
+            "there are no weights as safetensors",
+            str(folder),
+            "save the base as safetensors (pickled .bin weights can run code and are not loaded)",
+        )
     _refuse_missing_shards(folder)
     manifest = manifest_of(folder, model_files(folder), subject=location.name)
     tokenizer = manifest_of(folder, tokenizer_files(folder))
     return Base(
-        location, folder, config, manifest, tokenizer.sha256, declared_licence(folder) or declared_licence(location.folder)
+        location,
+        folder,
+        config,
+        manifest,
+        tokenizer.sha256,
+        declared_licence(folder) or declared_licence(location.folder),
     )
 
 
@@ -151,4 +182,9 @@ def _refuse_missing_shards(folder: Path) -> None:
         raise Refusal("base_incomplete", message, str(index), "download the base again") from None
     missing = sorted(name for name in wanted if not (folder / name).is_file())
     if missing:
-        raise Refusal("base_incomplete", f"{len(missing)} weight files are missing, the first is {missing[0]}", str(index), "download the base again")
+        raise Refusal(
+            "base_incomplete",
+            f"{len(missing)} weight files are missing, the first is {missing[0]}",
+            str(index),
+            "download the base again",
+        )

@@ -84,7 +84,9 @@ def prepare(job: PrepareJob, emit: Callable[..., None]) -> dict[str, Any]:
             differing += not encoded.prompt_is_prefix
             reason = _why_removed(encoded, row, job.max_seq_length)
             if reason:
-                removed.append({"split": split, "where": row.where, "id": row.id, "reason": reason, "tokens": lengths[-1]})
+                removed.append(
+                    {"split": split, "where": row.where, "id": row.id, "reason": reason, "tokens": lengths[-1]}
+                )
             else:
                 kept[split].append(_token_row(encoded, row))
             done += 1
@@ -111,10 +113,16 @@ def _load_tokenizer(folder: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the library raises many kinds
-        raise Refusal("bad_tokenizer", f"the base's tokenizer cannot be loaded ({type(error).__name__})", folder,
-                      "use a base folder with tokenizer.json or tokenizer.model") from error  # fmt: skip
+        raise Refusal(
+            "bad_tokenizer",
+            f"the base's tokenizer cannot be loaded ({type(error).__name__})",
+            folder,
+            "use a base folder with tokenizer.json or tokenizer.model",
+        ) from error
     if tokenizer.eos_token_id is None:
-        raise Refusal("bad_tokenizer", "the base's tokenizer names no end token", folder, "set eos_token in tokenizer_config.json")
+        raise Refusal(
+            "bad_tokenizer", "the base's tokenizer names no end token", folder, "set eos_token in tokenizer_config.json"
+        )
     return tokenizer
 
 
@@ -123,7 +131,9 @@ def _why_removed(encoded: Encoded, row: Row, limit: int) -> str:
         return "over_length"
     if encoded.trainable_tokens == 0:
         if row.split == "train":
-            raise Refusal("no_trainable_tokens", f"row {row.id} leaves no token to learn from", row.where, "write its answer")
+            raise Refusal(
+                "no_trainable_tokens", f"row {row.id} leaves no token to learn from", row.where, "write its answer"
+            )
         return "no_trainable_tokens"
     return ""
 
@@ -135,7 +145,12 @@ def _token_row(encoded: Encoded, row: Row) -> TokenRow:
 
 
 def _split_report(
-    rows: tuple[Row, ...], kept: list[TokenRow], lengths: list[int], blank: int, removed: list[dict[str, Any]], split: str
+    rows: tuple[Row, ...],
+    kept: list[TokenRow],
+    lengths: list[int],
+    blank: int,
+    removed: list[dict[str, Any]],
+    split: str,
 ) -> dict[str, Any]:
     reasons = Counter(item["reason"] for item in removed if item["split"] == split)
     labels = Counter(row.label for row in rows if row.label)
@@ -163,16 +178,18 @@ def _refuse_nothing_left(report: dict[str, Any], settings: DataSection, job: Pre
             "no_trainable_tokens",
             f"no row of {split}.jsonl is left: {counts['removed_over_length']} of {counts['rows_read']} are longer than "
             f"{job.max_seq_length} tokens (the longest has {counts['longest_row_tokens']})",
-            f"{split}.jsonl", f"raise train.max_seq_length to {counts['longest_row_tokens']}, or shorten the rows",
-        )  # fmt: skip
+            f"{split}.jsonl",
+            f"raise train.max_seq_length to {counts['longest_row_tokens']}, or shorten the rows",
+        )
     left, wanted = report["train"]["rows_kept"], settings.min_train_rows
     if left < wanted:
         raise Refusal(
             "too_few_rows",
             f"{left} train rows are left after {report['train']['removed_over_length']} over-long ones were removed, "
             f"at least {wanted} are needed",
-            "train.jsonl", "raise train.max_seq_length, or lower data.min_train_rows if you mean it",
-        )  # fmt: skip
+            "train.jsonl",
+            "raise train.max_seq_length, or lower data.min_train_rows if you mean it",
+        )
 
 
 def _save(path: Path, kept: dict[str, list[TokenRow]]) -> None:

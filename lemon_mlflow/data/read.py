@@ -152,7 +152,9 @@ def _find_files(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "missing"
         raise Refusal(
-            "data_not_found", f"the data folder is {kind}", str(folder),
+            "data_not_found",
+            f"the data folder is {kind}",
+            str(folder),
             "set data.path to a folder with train.jsonl, valid.jsonl and test.jsonl",
         )
     files = {split: folder / f"{split}.jsonl" for split in SPLITS}
@@ -185,7 +187,10 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | _Fault | Non
                 if "\\u" in line:
                     _canonical(parsed)
             except UnicodeEncodeError:
-                yield number, _Fault("bad_json", where, "a \\u escape is half of a surrogate pair, which is no character")
+                yield (
+                    number,
+                    _Fault("bad_json", where, "a \\u escape is half of a surrogate pair, which is no character"),
+                )
                 continue
             except json.JSONDecodeError as error:
                 yield number, _Fault("bad_json", where, f"{error.msg} at column {error.colno}")
@@ -215,7 +220,9 @@ def _format_of(row: dict[str, Any]) -> RowFormat:
         return "completion"
     if "text" in row:
         return "classification" if "label" in row else "text"
-    raise _RowError("bad_row", f"none of the four row formats has just these keys: {', '.join(map(str, row)) or 'none'}")
+    raise _RowError(
+        "bad_row", f"none of the four row formats has just these keys: {', '.join(map(str, row)) or 'none'}"
+    )
 
 
 def _checked_row(row: dict[str, Any], split: str, where: str, expected: RowFormat, settings: DataSection) -> Row:
@@ -243,10 +250,17 @@ def _checked_row(row: dict[str, Any], split: str, where: str, expected: RowForma
         messages = (Message("user", prompt), Message("assistant", label))
     learned = {"messages": [[m.role, m.content] for m in messages], "text": text, "accepted": sorted(accepted)}
     return Row(
-        split=split, where=where, id=_name(row, "id") or where, format=found, messages=messages, text=text, label=label,
-        accepted=accepted, conversation_id=_name(row, "conversation_id"),
+        split=split,
+        where=where,
+        id=_name(row, "id") or where,
+        format=found,
+        messages=messages,
+        text=text,
+        label=label,
+        accepted=accepted,
+        conversation_id=_name(row, "conversation_id"),
         sha256=hashlib.sha256(_canonical(learned)).hexdigest(),
-    )  # fmt: skip
+    )
 
 
 def fill_instruction(instruction: str, text: str) -> str:
@@ -285,7 +299,9 @@ def _checked_messages(value: Any) -> tuple[Message, ...]:
         if not isinstance(content, str):
             raise _RowError("bad_row", f"the content of turn {number} ({role}) is {_kind(content)}, a text is needed")
         if not content.strip():
-            raise _RowError("empty_answer" if role == "assistant" else "empty_content", f"turn {number} ({role}) is empty")
+            raise _RowError(
+                "empty_answer" if role == "assistant" else "empty_content", f"turn {number} ({role}) is empty"
+            )
         messages.append(Message(role, content))
     turns = [message.role for message in messages]
     dialogue = turns[1:] if turns[0] == "system" else turns
@@ -317,7 +333,9 @@ def _refuse_faults(faults: list[_Fault]) -> None:
     first = faults[0]
     same = f" (and {len(faults) - 1} more bad lines)" if len(faults) > 1 else ""
     details = tuple(f"{fault.where}: {fault.code}: {fault.message}" for fault in faults[:20])
-    raise Refusal(first.code, first.message + same, first.where, _REMEDIES[first.code], details if len(faults) > 1 else ())
+    raise Refusal(
+        first.code, first.message + same, first.where, _REMEDIES[first.code], details if len(faults) > 1 else ()
+    )
 
 
 def _refuse_too_few(splits: dict[str, tuple[Row, ...]], files: dict[str, Path], settings: DataSection) -> None:
@@ -327,8 +345,10 @@ def _refuse_too_few(splits: dict[str, tuple[Row, ...]], files: dict[str, Path], 
     count = len(splits["train"])
     if count < settings.min_train_rows:
         raise Refusal(
-            "too_few_rows", f"train has {count} rows, at least {settings.min_train_rows} are needed",
-            str(files["train"]), "write more rows, or lower data.min_train_rows if you mean it",
+            "too_few_rows",
+            f"train has {count} rows, at least {settings.min_train_rows} are needed",
+            str(files["train"]),
+            "write more rows, or lower data.min_train_rows if you mean it",
         )
 
 

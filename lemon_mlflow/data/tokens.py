@@ -83,7 +83,9 @@ def render(tokenizer: Any, messages: Sequence[Message], where: str, prompt: bool
     except Exception as error:  # a template is a program: it may raise anything
         roles = ", ".join(message.role for message in messages)
         raise Refusal(
-            "template_refuses_row", f"the base's chat template does not take the roles {roles} ({str(error)[:120]})", where,
+            "template_refuses_row",
+            f"the base's chat template does not take the roles {roles} ({str(error)[:120]})",
+            where,
             "change the turns of that row (many templates take no system turn: put it into the first user turn)",
         ) from None
     return str(text)
@@ -112,8 +114,10 @@ def _answer_span(tokenizer: Any, row: Row, index: int, full: str) -> tuple[int, 
         if prompt and full.startswith(prompt) and full.endswith(after) and len(prompt) + len(after) < len(full):
             return len(prompt), len(full) - len(after)
     raise Refusal(
-        "answer_not_found", f"the base's chat template hides the answer of turn {index + 1}, so nothing can be learned from it",
-        f"{row.where} ({row.id})", "set data.train_on: last_answer, or use rows of prompt and completion",
+        "answer_not_found",
+        f"the base's chat template hides the answer of turn {index + 1}, so nothing can be learned from it",
+        f"{row.where} ({row.id})",
+        "set data.train_on: last_answer, or use rows of prompt and completion",
     )
 
 
@@ -166,7 +170,9 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 def _encode_without_template(tokenizer: Any, row: Row, train_on: str) -> Encoded:
     if row.format == "messages":
         raise Refusal(
-            "no_chat_template", "the base's tokenizer has no chat template, so chats cannot be written for it", row.where,
+            "no_chat_template",
+            "the base's tokenizer has no chat template, so chats cannot be written for it",
+            row.where,
             "use an instruct base, or rows of prompt and completion",
         )
     prompt = list(tokenizer(row.messages[0].content, add_special_tokens=True)["input_ids"])

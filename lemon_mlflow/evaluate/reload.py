@@ -58,11 +58,20 @@ def reload(job: ReloadJob, emit: Callable[..., None]) -> dict[str, Any]:
     result = {"rows": len(rows), "difference": difference, "tolerance": tolerance, "effect_of_adapter": effect}
     emit("reloaded", **result)
     if not difference <= tolerance:
-        raise Failure("reload_differs", f"reloaded logits differ from the training process's by {difference:.2e} of their size "
-                      f"(at most {tolerance:.0e})", "adapter/", "do not use this adapter; report the base and the versions")  # fmt: skip
+        raise Failure(
+            "reload_differs",
+            f"reloaded logits differ from the training process's by {difference:.2e} of their size "
+            f"(at most {tolerance:.0e})",
+            "adapter/",
+            "do not use this adapter; report the base and the versions",
+        )
     if not effect > max(difference, 1e-7):
-        raise Failure("adapter_is_base", "base and adapter give the same logits: the adapter does nothing", "adapter/",
-                      "train longer, with a higher learning rate, or with more layers")  # fmt: skip
+        raise Failure(
+            "adapter_is_base",
+            "base and adapter give the same logits: the adapter does nothing",
+            "adapter/",
+            "train longer, with a higher learning rate, or with more layers",
+        )
     return result
 
 

@@ -117,7 +117,9 @@ def _proc_cpuinfo(key: str) -> str:
 
 
 def _nvidia_smi() -> str:
-    return _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used,temperature.gpu", "--format=csv")
+    return _output(
+        "nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used,temperature.gpu", "--format=csv"
+    )
 
 
 def _output(*command: str) -> str:

@@ -21,9 +21,16 @@ from typing import Any
 
 _MODEL_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
 _TOKENIZER_NAMES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,13 @@ def manifest_of(
 def model_files(folder: Path) -> list[Path]:
     """The files that make a model what it is: weights, configuration, tokenizer, template. Not its README."""
     return sorted(
-        path for path in folder.rglob("*")
-        if path.is_file() and path.suffix in _MODEL_SUFFIXES and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and path.suffix in _MODEL_SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and not path.name.upper().startswith("LICENSE")
-    )  # fmt: skip
+    )
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -31,7 +31,10 @@ class EventWriter:
 
     def __call__(self, event: str, **fields: Any) -> None:
         """Send one event. When the parent is gone it is dropped: there is nobody to tell."""
-        clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()}
+        clean = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in fields.items()
+        }
         data = (json.dumps({"event": event, **clean}, allow_nan=False) + "\n").encode("utf-8")
         with self._lock:
             try:

@@ -52,7 +52,9 @@ class Breach:
         return {**asdict(self), "remedy": self.remedy}
 
 
-def first_breach(limits: LimitsSection, sample: Sample, framework_peak_bytes: int, phase: str, step: int) -> Breach | None:
+def first_breach(
+    limits: LimitsSection, sample: Sample, framework_peak_bytes: int, phase: str, step: int
+) -> Breach | None:
     """The first limit that this sample breaks, None when it breaks none."""
     checks: list[tuple[str, float | None, float, bool]] = [
         ("system_available_pct", limits.system_available_pct, sample.system_available_pct, False),

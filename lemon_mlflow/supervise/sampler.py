@@ -33,9 +33,13 @@ class Sampler:
         """One sample; `framework_bytes` is what the child last reported."""
         memory = psutil.virtual_memory()
         return Sample(
-            time.monotonic() - self._started, framework_bytes, self._tree_bytes(), int(memory.available), int(memory.total),
+            time.monotonic() - self._started,
+            framework_bytes,
+            self._tree_bytes(),
+            int(memory.available),
+            int(memory.total),
             self._gpu.used_bytes(),
-        )  # fmt: skip
+        )
 
     def peak_bytes(self) -> int:
         """The kernel's own high-water mark of the child (Linux), which no interval can miss; 0 elsewhere."""

@@ -16,10 +16,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _KEPT = {
-    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "SHELL", "VIRTUAL_ENV", "CONDA_PREFIX",
-    "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_FILE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "LEMON_CACHE",
-    "CUBLAS_WORKSPACE_CONFIG", "NUMBER_OF_PROCESSORS", "SYSTEMROOT",
-}  # fmt: skip
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "TMPDIR",
+    "TERM",
+    "SHELL",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "SSL_CERT_FILE",
+    "XDG_CACHE_HOME",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "LEMON_CACHE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NUMBER_OF_PROCESSORS",
+    "SYSTEMROOT",
+}
 _KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "NVIDIA_", "PYTORCH_", "MLX_", "METAL_")
 _FORCED = {
     "HF_HUB_OFFLINE": "1",

@@ -101,7 +101,9 @@ class _Watch:
             self.step = event["step"]
         if isinstance(event.get("framework_bytes"), int):
             self.framework_bytes = event["framework_bytes"]
-            self.framework_peak_bytes = max(self.framework_peak_bytes, self.framework_bytes, int(event.get("framework_peak_bytes") or 0))
+            self.framework_peak_bytes = max(
+                self.framework_peak_bytes, self.framework_bytes, int(event.get("framework_peak_bytes") or 0)
+            )
 
 
 class _Stop:
@@ -150,9 +152,15 @@ def run_job(
     started = time.monotonic()
     with around.log.open("ab") as log, _Stop() as stop:
         child = subprocess.Popen(
-            around.command(target, str(job_file), writer), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=home,
-            env=child_environment(around.environment, around.backend), pass_fds=(writer,), preexec_fn=new_process_group,
-        )  # fmt: skip
+            around.command(target, str(job_file), writer),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=home,
+            env=child_environment(around.environment, around.backend),
+            pass_fds=(writer,),
+            preexec_fn=new_process_group,
+        )
         os.close(writer)
         try:
             watch, samples, breach, peak, broken = _listen(child, reader, around.limits, stop, on_event, on_sample)
@@ -163,15 +171,26 @@ def run_job(
     problem = None if breach or stop.name else _problem(child.returncode, watch, around.log)
     completed = problem is None and breach is None and not stop.name
     return Ending(
-        watch.last.get("result") if completed else None, problem, breach, stop.name, child.returncode, tuple(samples),
-        max([peak, *(sample.process_bytes for sample in samples)]), seconds, broken,
-    )  # fmt: skip
+        watch.last.get("result") if completed else None,
+        problem,
+        breach,
+        stop.name,
+        child.returncode,
+        tuple(samples),
+        max([peak, *(sample.process_bytes for sample in samples)]),
+        seconds,
+        broken,
+    )
 
 
 def _listen(
-    child: subprocess.Popen[bytes], reader: int, limits: LimitsSection, stop: _Stop,
-    on_event: Callable[[dict[str, Any]], None], on_sample: Callable[[Sample], None],
-) -> tuple[_Watch, list[Sample], Breach | None, int, int]:  # fmt: skip
+    child: subprocess.Popen[bytes],
+    reader: int,
+    limits: LimitsSection,
+    stop: _Stop,
+    on_event: Callable[[dict[str, Any]], None],
+    on_sample: Callable[[Sample], None],
+) -> tuple[_Watch, list[Sample], Breach | None, int, int]:
     """Until the child is gone, a limit fires or the parent is told to stop."""
     watch, parser, sampler = _Watch(), EventParser(), Sampler(child.pid)
     samples: list[Sample] = []
@@ -183,7 +202,9 @@ def _listen(
     try:
         while True:
             gone = child.poll() is not None
-            for event in parser.feed(_read_all(selector, reader, 0 if gone else max(0.0, next_sample - time.monotonic()))):
+            for event in parser.feed(
+                _read_all(selector, reader, 0 if gone else max(0.0, next_sample - time.monotonic()))
+            ):
                 watch.note(event)
                 on_event(event)
             if gone:
@@ -246,11 +267,18 @@ def _problem(exit_code: int, watch: _Watch, log: Path) -> RunEnded | None:
         kind: type[RunEnded] = Refusal if last.get("kind") == "refused" else Failure
         return kind.from_dict(last)
     if last.get("event") == "error":
-        return Failure("exception", f"{last.get('type')} {last.get('message', '')}".strip(), place, f"see {log.name}, in the run's artifacts under logs/")
+        return Failure(
+            "exception",
+            f"{last.get('type')} {last.get('message', '')}".strip(),
+            place,
+            f"see {log.name}, in the run's artifacts under logs/",
+        )
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         if name in ("SIGTERM", "SIGINT"):
-            return Stopped(name, f"somebody stopped the training process with {name}", place, "repeat the run, or resume it")
+            return Stopped(
+                name, f"somebody stopped the training process with {name}", place, "repeat the run, or resume it"
+            )
         hint = {
             "SIGKILL": "somebody or the kernel's out-of-memory killer ended it; see dmesg, and lower train.max_seq_length",
             "SIGSEGV": "under a memory limit this is often out of memory; lower train.max_seq_length",
@@ -258,7 +286,9 @@ def _problem(exit_code: int, watch: _Watch, log: Path) -> RunEnded | None:
         }.get(name, "see logs/worker.log")
         return Failure(f"killed_{name}", f"the training process was ended by {name}", place, hint)
     if exit_code != 0:
-        return Failure(f"exit_{exit_code}", f"the training process exited with status {exit_code}", place, "see logs/worker.log")
+        return Failure(
+            f"exit_{exit_code}", f"the training process exited with status {exit_code}", place, "see logs/worker.log"
+        )
     if last.get("event") != "done":
         return Failure("no_result", "the training process ended without a result", place, "see logs/worker.log")
     return None

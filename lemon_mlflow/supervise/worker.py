@@ -1,7 +1,7 @@
 """The child's side: runs one job and says how it ended.
 
-Started by `supervisor.run_job` as a fresh interpreter. The job is named `module:function:JobClass` and described by a JSON file; its function
-gets the job and `emit`, and returns JSON types.
+Started by `supervisor.run_job` as a fresh interpreter. The job is named `module:function:JobClass` and described by a JSON
+file; its function gets the job and `emit`, and returns JSON types.
 """
 
 from __future__ import annotations

@@ -99,9 +99,12 @@ def write(facts: RunFacts, path: Path) -> None:
 def render(facts: RunFacts) -> str:
     """The whole page as HTML."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return environment.get_template("report.html.jinja").render(
         facts=facts,
         kind=_kind(facts),
@@ -193,9 +196,10 @@ def draw_figure(facts: RunFacts, wide: bool) -> Figure:
     figure = Figure(figsize=(9.2 if wide else 4.9, 0.4 + (2.7 if wide else 2.9) * panels), layout="constrained")
     stack = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
     time = TimeScale.of(
-        [sample.seconds for sample in facts.samples], [second for second, _ in facts.marks],
+        [sample.seconds for sample in facts.samples],
+        [second for second, _ in facts.marks],
         [point[1] for point in (*facts.train_points, *facts.valid_points)],
-    )  # fmt: skip
+    )
     for axes in stack:
         draw_marks(axes, facts.marks, time, labels=axes is stack[-1])
     if losses:
@@ -258,10 +262,19 @@ def _caption(facts: RunFacts) -> str:
 
 _GROUPS = ("valid", "train", "adapter", "memory", "speed", "latency", "eval")
 _UNITS = (
-    ("tokens_per_s", "tokens/s"), ("seconds_per_step", "s per step"), ("seconds", "s"), ("_gb", "GB"), ("_mb", "MB"),
-    ("_pct", "%"), ("_ms", "ms"), ("_ratio", "times"), ("loss", "nats per token"), ("parameters", "parameters"),
-    ("tokens", "tokens"), ("epoch", "epochs"),
-)  # fmt: skip
+    ("tokens_per_s", "tokens/s"),
+    ("seconds_per_step", "s per step"),
+    ("seconds", "s"),
+    ("_gb", "GB"),
+    ("_mb", "MB"),
+    ("_pct", "%"),
+    ("_ms", "ms"),
+    ("_ratio", "times"),
+    ("loss", "nats per token"),
+    ("parameters", "parameters"),
+    ("tokens", "tokens"),
+    ("epoch", "epochs"),
+)
 _DATA_ROWS = (
     ("rows_read", "rows read"),
     ("removed_over_length", "rows removed: longer than the limit"),

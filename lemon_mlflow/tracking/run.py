@@ -68,8 +68,12 @@ class RunLog:
             run = client.create_run(_experiment_id(client, experiment), run_name=run_name, tags=_source_tags())
             return cls(client, run.info.run_id)
         except MlflowException as error:
-            raise Failure("tracking_unavailable", f"MLflow cannot be reached: {str(error)[:200]}", mlflow.get_tracking_uri(),
-                          "start the server, or set MLFLOW_TRACKING_URI=sqlite:///mlflow.db") from None  # fmt: skip
+            raise Failure(
+                "tracking_unavailable",
+                f"MLflow cannot be reached: {str(error)[:200]}",
+                mlflow.get_tracking_uri(),
+                "start the server, or set MLFLOW_TRACKING_URI=sqlite:///mlflow.db",
+            ) from None
 
     def params(self, values: Mapping[str, Any]) -> None:
         """Log params once each, in one spelling; over-long values by hash, with the whole text in params.json."""
@@ -132,8 +136,12 @@ class RunLog:
             self._queue.put(None)
             self._thread.join()
         if self._failure is not None:
-            raise Failure("tracking_unavailable", f"metrics could not be delivered: {str(self._failure)[:200]}",
-                          mlflow.get_tracking_uri(), "start the server again, then repeat the run") from None  # fmt: skip
+            raise Failure(
+                "tracking_unavailable",
+                f"metrics could not be delivered: {str(self._failure)[:200]}",
+                mlflow.get_tracking_uri(),
+                "start the server again, then repeat the run",
+            ) from None
 
     def finish(self, status: str, outcome: str) -> None:
         """End the run: tag `lemon.outcome`, status FINISHED, FAILED or KILLED."""
@@ -168,8 +176,12 @@ def refuse_file_store(uri: str) -> None:
         Refusal: `tracking_uri_unsupported`.
     """
     if uri.startswith("file:") or "://" not in uri:
-        raise Refusal("tracking_uri_unsupported", "MLflow 3.13 and newer keep no runs in plain files", f"MLFLOW_TRACKING_URI={uri}",
-                      "export MLFLOW_TRACKING_URI=sqlite:///mlflow.db, or give a server's http address")  # fmt: skip
+        raise Refusal(
+            "tracking_uri_unsupported",
+            "MLflow 3.13 and newer keep no runs in plain files",
+            f"MLFLOW_TRACKING_URI={uri}",
+            "export MLFLOW_TRACKING_URI=sqlite:///mlflow.db, or give a server's http address",
+        )
 
 
 def _experiment_id(client: MlflowClient, name: str | None) -> str:

@@ -135,21 +135,38 @@ class TimeScale:
 def chart_style() -> Iterator[None]:
     """The look of all charts, whatever the user's matplotlibrc says. Changes matplotlib's settings while it is open."""
     settings = {
-        "font.family": "sans-serif", "font.size": 9.5, "axes.labelsize": 9.5, "legend.fontsize": 9.5,
-        "text.color": COLOURS["ink"], "axes.labelcolor": COLOURS["ink"], "xtick.color": COLOURS["ink"],
-        "ytick.color": COLOURS["ink"], "axes.edgecolor": COLOURS["muted"], "axes.linewidth": 0.7,
-        "axes.spines.top": False, "axes.spines.right": False,
-        "grid.color": COLOURS["grid"], "grid.linewidth": 0.6, "axes.grid": True, "axes.axisbelow": True,
-        "legend.frameon": False, "svg.fonttype": "none", "svg.hashsalt": "lemon",
-    }  # fmt: skip
+        "font.family": "sans-serif",
+        "font.size": 9.5,
+        "axes.labelsize": 9.5,
+        "legend.fontsize": 9.5,
+        "text.color": COLOURS["ink"],
+        "axes.labelcolor": COLOURS["ink"],
+        "xtick.color": COLOURS["ink"],
+        "ytick.color": COLOURS["ink"],
+        "axes.edgecolor": COLOURS["muted"],
+        "axes.linewidth": 0.7,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": COLOURS["grid"],
+        "grid.linewidth": 0.6,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "legend.frameon": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "lemon",
+    }
     with matplotlib.style.context(["default", settings]):
         yield
 
 
 def draw_memory(
-    axes: Axes, samples: Sequence[Sample], guard_line_pct: float, time: TimeScale,
-    most: int = MOST_DRAWN_SAMPLES, columns: int = 4,
-) -> Axes:  # fmt: skip
+    axes: Axes,
+    samples: Sequence[Sample],
+    guard_line_pct: float,
+    time: TimeScale,
+    most: int = MOST_DRAWN_SAMPLES,
+    columns: int = 4,
+) -> Axes:
     """Draw the memory lines on `axes` (GB) and on a second axis for what the system has available (percent).
 
     Args:
@@ -179,9 +196,15 @@ def draw_memory(
     if guard_line_pct > 0:
         percent.axhline(guard_line_pct, color=COLOURS["guard"], linewidth=1.3, gid="guard-line")
         percent.annotate(
-            f"guard line: {guard_line_pct:g} % available", (1.0, guard_line_pct), xycoords=("axes fraction", "data"),
-            xytext=(-4, 3), textcoords="offset points", ha="right", va="bottom", color=COLOURS["guard"],
-        )  # fmt: skip
+            f"guard line: {guard_line_pct:g} % available",
+            (1.0, guard_line_pct),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=COLOURS["guard"],
+        )
     axes.set(xlim=(0, time.end), ylim=(0, _headroom(process, framework, gpu)), ylabel="memory (GB)")
     percent.set(ylim=(0, 100))
     percent.set_ylabel("system available (%)", color=COLOURS["available"])
@@ -200,9 +223,18 @@ def draw_marks(axes: Axes, marks: Sequence[tuple[float, str]], time: TimeScale, 
     for at, text in _grouped(marks, time) if labels else ():
         # A label is a name and not a formula: a dollar sign in it stays one.
         axes.annotate(
-            text, (at, 1.0), xycoords=("data", "axes fraction"), xytext=(2, -3), textcoords="offset points",
-            rotation=90, ha="left", va="top", fontsize=8, color=COLOURS["muted"], parse_math=False,
-        )  # fmt: skip
+            text,
+            (at, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, -3),
+            textcoords="offset points",
+            rotation=90,
+            ha="left",
+            va="top",
+            fontsize=8,
+            color=COLOURS["muted"],
+            parse_math=False,
+        )
 
 
 def thin(columns: Sequence[np.ndarray], most: int = MOST_DRAWN_SAMPLES) -> np.ndarray:

@@ -93,10 +93,16 @@ def train(job: TrainJob, emit: Emit) -> dict[str, Any]:
     adapter = backend.add_adapter(lora_spec(job.lora), settings.seed)
     backend.prepare_training(settings.gradient_checkpointing, settings.weight_decay)
     emit(
-        "loaded", device=base.device, quantization=base.quantization.to_json(), layers=base.layers,
-        trainable_parameters=adapter.trainable_parameters, total_parameters=adapter.total_parameters,
-        modules=len(adapter.modules), memory_source=backend.memory().source, framework_bytes=backend.memory().active,
-    )  # fmt: skip
+        "loaded",
+        device=base.device,
+        quantization=base.quantization.to_json(),
+        layers=base.layers,
+        trainable_parameters=adapter.trainable_parameters,
+        total_parameters=adapter.total_parameters,
+        modules=len(adapter.modules),
+        memory_source=backend.memory().source,
+        framework_bytes=backend.memory().active,
+    )
     total = total_steps(settings, len(rows))
     first = _restore(backend, job.resume_from) if job.resume_from else 0
     emit("phase", name="train", total=total, done=first)
@@ -114,10 +120,14 @@ def train(job: TrainJob, emit: Emit) -> dict[str, Any]:
     _save_probes(backend, valid, out)
     memory = backend.memory()
     return {
-        "steps": totals.steps, "train_seconds": totals.seconds, "tokens_all": totals.tokens_all,
-        "tokens_non_padding": totals.tokens_non_padding, "tokens_trainable": totals.tokens_trainable,
-        "framework_peak_bytes": memory.peak, "framework_reserved_peak_bytes": memory.reserved_peak,
-    }  # fmt: skip
+        "steps": totals.steps,
+        "train_seconds": totals.seconds,
+        "tokens_all": totals.tokens_all,
+        "tokens_non_padding": totals.tokens_non_padding,
+        "tokens_trainable": totals.tokens_trainable,
+        "framework_peak_bytes": memory.peak,
+        "framework_reserved_peak_bytes": memory.reserved_peak,
+    }
 
 
 def total_steps(settings: TrainSection, rows: int) -> int:
@@ -141,9 +151,16 @@ def _steps(
 
 
 def _one_step(
-    backend: Backend, rows: list[TokenRow], micro: list[np.ndarray], settings: TrainSection,
-    step: int, total: int, epoch: float, totals: _Totals, emit: Emit,
-) -> None:  # fmt: skip
+    backend: Backend,
+    rows: list[TokenRow],
+    micro: list[np.ndarray],
+    settings: TrainSection,
+    step: int,
+    total: int,
+    epoch: float,
+    totals: _Totals,
+    emit: Emit,
+) -> None:
     started = time.perf_counter()
     batches: list[Batch] = [make_batch(rows, numbers) for numbers in micro]
     step_tokens = sum(batch.tokens_trainable for batch in batches)
@@ -163,10 +180,18 @@ def _one_step(
     totals.tokens_trainable += step_tokens
     memory = backend.memory()
     emit(
-        "step", step=step, loss=loss_sum / step_tokens, learning_rate=rate, grad_norm=norm, tokens=step_tokens,
-        epoch=epoch, seconds=seconds, framework_bytes=memory.active, framework_peak_bytes=memory.peak,
+        "step",
+        step=step,
+        loss=loss_sum / step_tokens,
+        learning_rate=rate,
+        grad_norm=norm,
+        tokens=step_tokens,
+        epoch=epoch,
+        seconds=seconds,
+        framework_bytes=memory.active,
+        framework_peak_bytes=memory.peak,
         framework_reserved_peak_bytes=memory.reserved_peak,
-    )  # fmt: skip
+    )
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -183,14 +208,30 @@ def _validate(backend: Backend, rows: list[TokenRow], settings: TrainSection, st
         tokens += batch.tokens_trainable
         emit("heartbeat")
     _refuse_non_finite("non_finite_metric", loss_sum, step)
-    emit("validation", step=step, loss=loss_sum / tokens, tokens=tokens, rows=len(rows), seconds=time.perf_counter() - started)
+    emit(
+        "validation",
+        step=step,
+        loss=loss_sum / tokens,
+        tokens=tokens,
+        rows=len(rows),
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _refuse_non_finite(code: str, value: float, step: int) -> None:
     if math.isfinite(value):
         return
-    what = {"non_finite_loss": "training loss", "non_finite_gradient": "gradient norm", "non_finite_metric": "validation loss"}[code]
-    raise Failure(code, f"the {what} at step {step} is {value}", f"step {step}", "lower train.learning_rate, or use base.dtype: float32")
+    what = {
+        "non_finite_loss": "training loss",
+        "non_finite_gradient": "gradient norm",
+        "non_finite_metric": "validation loss",
+    }[code]
+    raise Failure(
+        code,
+        f"the {what} at step {step} is {value}",
+        f"step {step}",
+        "lower train.learning_rate, or use base.dtype: float32",
+    )
 
 
 def _save_checkpoint(backend: Backend, out: Path, step: int, emit: Emit) -> None:

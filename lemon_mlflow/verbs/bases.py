@@ -52,7 +52,11 @@ def ready_base(loaded: LoadedRecipe, backend: str, run_job: RunJob, view: Progre
 def load_spec(loaded: LoadedRecipe, base: Base, backend: str) -> LoadSpec:
     """What the child is told to load."""
     return LoadSpec(
-        str(base.folder), base.location.name, base.location.commit, effective_quantization(loaded, backend), loaded.recipe.base.dtype
+        str(base.folder),
+        base.location.name,
+        base.location.commit,
+        effective_quantization(loaded, backend),
+        loaded.recipe.base.dtype,
     )
 
 
@@ -61,7 +65,8 @@ def _converted(base: Base, location: BaseLocation, bits: int, run_job: RunJob, v
     if not (folder / "config.json").is_file():
         view.phase("convert")
         run_job(
-            "lemon_mlflow.backends.mlx:convert:ConvertJob", {"source": str(base.folder), "folder": str(folder), "bits": bits}
+            "lemon_mlflow.backends.mlx:convert:ConvertJob",
+            {"source": str(base.folder), "folder": str(folder), "bits": bits},
         )
     return describe_base(location, Path(folder))
 
@@ -71,19 +76,39 @@ def _refuse_wrong_format(base: Base, backend: str, wanted: str, given: str) -> N
     stored_by_hf = isinstance(base.config.get("quantization_config"), dict) and not stored_by_mlx
     where = f"base.model: {base.location.name}"
     if backend == "hf" and stored_by_mlx:
-        raise Refusal("wrong_base_format", "this base is stored in mlx's own quantization, transformers cannot load it", where,
-                      "use the unquantized base, or -P backend=mlx")  # fmt: skip
+        raise Refusal(
+            "wrong_base_format",
+            "this base is stored in mlx's own quantization, transformers cannot load it",
+            where,
+            "use the unquantized base, or -P backend=mlx",
+        )
     if backend == "mlx" and stored_by_hf:
-        raise Refusal("wrong_base_format", "this base is stored in a quantization of transformers, mlx cannot train on it", where,
-                      "use the unquantized base with base.quantization: 4bit, or -P backend=hf")  # fmt: skip
+        raise Refusal(
+            "wrong_base_format",
+            "this base is stored in a quantization of transformers, mlx cannot train on it",
+            where,
+            "use the unquantized base with base.quantization: 4bit, or -P backend=hf",
+        )
     if stored_by_mlx and given in ("4bit", "8bit"):
         bits = int(base.config["quantization"].get("bits", 0))
         if bits != int(given[0]):
-            raise Refusal("quantization_unavailable", f"this base is stored with {bits} bits already", f"base.quantization: {given}",
-                          "use base.quantization: auto, or the unquantized base")  # fmt: skip
+            raise Refusal(
+                "quantization_unavailable",
+                f"this base is stored with {bits} bits already",
+                f"base.quantization: {given}",
+                "use base.quantization: auto, or the unquantized base",
+            )
     if (stored_by_mlx or stored_by_hf) and given == "none":
-        raise Refusal("quantization_unavailable", "this base is stored quantized, its full weights are not there", "base.quantization: none",
-                      "use base.quantization: auto, or the unquantized base")  # fmt: skip
+        raise Refusal(
+            "quantization_unavailable",
+            "this base is stored quantized, its full weights are not there",
+            "base.quantization: none",
+            "use base.quantization: auto, or the unquantized base",
+        )
     if stored_by_hf and wanted == "4bit":
-        raise Refusal("quantization_unavailable", "this base is stored quantized already", f"base.quantization: {given}",
-                      "use base.quantization: auto")  # fmt: skip
+        raise Refusal(
+            "quantization_unavailable",
+            "this base is stored quantized already",
+            f"base.quantization: {given}",
+            "use base.quantization: auto",
+        )

@@ -30,10 +30,17 @@ class ProgressView:
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
         self._bar = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), TextColumn("{task.fields[shown]}"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[extra]}"),
-            console=self.console, disable=not self.console.is_terminal, transient=True,
-        )  # fmt: skip
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.fields[shown]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[extra]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+        )
         self._task = self._bar.add_task("starting", total=None, shown="", extra="")
         self._phase = ""
         self._total = 0
@@ -44,13 +51,17 @@ class ProgressView:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def phase(self, name: str, total: int = 0, done: int = 0) -> None:
         """A new phase begins; `total` 0 means that its length is not known."""
         self._phase, self._total, self._next_line = name, total, done
-        self._bar.reset(self._task, total=total or None, completed=done, description=_NAMES.get(name, name), shown="", extra="")
+        self._bar.reset(
+            self._task, total=total or None, completed=done, description=_NAMES.get(name, name), shown="", extra=""
+        )
         self._line(_NAMES.get(name, name) + (f" ({total} steps)" if name == "train" else ""))
 
     def event(self, event: dict[str, Any]) -> None:

@@ -95,7 +95,9 @@ class Record:
         self.metric("adapter/trainable_parameters", trainable)
         self.metric("adapter/trainable_pct", 100 * trainable / total)
         self.log.tags(
-            base__quantization=event["quantization"]["fingerprint"], device=event["device"], framework_memory=event["memory_source"]
+            base__quantization=event["quantization"]["fingerprint"],
+            device=event["device"],
+            framework_memory=event["memory_source"],
         )
 
     def _step(self, event: dict[str, Any], seconds: float) -> None:
@@ -144,16 +146,29 @@ class Record:
             self.log.artifact(folder / "timeline.csv", "memory")
             self.log.artifact(folder / "timeline.png", "memory")
         facts = report.RunFacts(
-            title=self.name, run_id=self.log.run_id, outcome=outcome, backend=self.backend,
-            device=str(self.loaded.get("device", "")), started=self.started_text, base_name=self.base_name,
-            quantization=str(self.loaded.get("quantization", {}).get("fingerprint", "")), hashes=tuple(self.hashes),
-            train_points=tuple(self.train_points), valid_points=tuple(self.valid_points), samples=tuple(self.samples),
-            marks=tuple(self.marks), guard_line_pct=line,
+            title=self.name,
+            run_id=self.log.run_id,
+            outcome=outcome,
+            backend=self.backend,
+            device=str(self.loaded.get("device", "")),
+            started=self.started_text,
+            base_name=self.base_name,
+            quantization=str(self.loaded.get("quantization", {}).get("fingerprint", "")),
+            hashes=tuple(self.hashes),
+            train_points=tuple(self.train_points),
+            valid_points=tuple(self.valid_points),
+            samples=tuple(self.samples),
+            marks=tuple(self.marks),
+            guard_line_pct=line,
             recipe={key: canonical_text(value) for key, value in flatten(recipe.recipe).items()} if recipe else {},
-            data_splits=self.data.get("splits", {}), removed=tuple(self.removed), metrics=dict(self.metrics),
-            environment=_short(self.machine), framework_memory_source=str(self.loaded.get("memory_source", "")),
-            reload=self.reload, problem=problem,
-        )  # fmt: skip
+            data_splits=self.data.get("splits", {}),
+            removed=tuple(self.removed),
+            metrics=dict(self.metrics),
+            environment=_short(self.machine),
+            framework_memory_source=str(self.loaded.get("memory_source", "")),
+            reload=self.reload,
+            problem=problem,
+        )
         report.write(facts, folder / "report.html")
         self.log.artifact(folder / "report.html")
 

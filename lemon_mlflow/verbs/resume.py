@@ -13,7 +13,15 @@ from ..config import Recipe, canonical_text, flatten
 from ..errors import Refusal
 
 # Where files lie is settled by their hashes; the others change nothing of what is computed.
-_MAY_DIFFER = ("train.resume", "train.checkpoint_every", "train.validate_every", "train.backend", "base.model", "base.revision", "data.path")
+_MAY_DIFFER = (
+    "train.resume",
+    "train.checkpoint_every",
+    "train.validate_every",
+    "train.backend",
+    "base.model",
+    "base.revision",
+    "data.path",
+)
 
 
 def fetch_checkpoint(client: MlflowClient, recipe: Recipe, same: Mapping[str, str], folder: Path) -> Path:
@@ -32,20 +40,34 @@ def fetch_checkpoint(client: MlflowClient, recipe: Recipe, same: Mapping[str, st
         text = Path(client.download_artifacts(run_id, "recipe.yaml", str(folder))).read_text(encoding="utf-8")
         names = sorted(item.path for item in client.list_artifacts(run_id, "checkpoint") if item.is_dir)
     except (MlflowException, OSError):
-        raise Refusal("checkpoint_not_found", "there is no such run with a checkpoint", where,
-                      "give the id of a run that had train.checkpoint_every set and was stopped") from None  # fmt: skip
+        raise Refusal(
+            "checkpoint_not_found",
+            "there is no such run with a checkpoint",
+            where,
+            "give the id of a run that had train.checkpoint_every set and was stopped",
+        ) from None
     before = flatten(Recipe.model_validate(yaml.safe_load(text)))
     now = flatten(recipe)
     differing = [
         f"{key} ({canonical_text(before.get(key))} then, {canonical_text(now[key])} now)"
         for key in now
-        if key not in _MAY_DIFFER and key.split(".")[0] in ("base", "data", "lora", "train") and before.get(key) != now[key]
+        if key not in _MAY_DIFFER
+        and key.split(".")[0] in ("base", "data", "lora", "train")
+        and before.get(key) != now[key]
     ]
     differing += [f"{tag} differs" for tag, value in same.items() if run.data.tags.get(tag) != value]
     if differing:
-        raise Refusal("resume_mismatch", f"going on would not be exact: {'; '.join(differing[:5])}", where,
-                      "resume with the recipe, data and base of that run, or start a new run")  # fmt: skip
+        raise Refusal(
+            "resume_mismatch",
+            f"going on would not be exact: {'; '.join(differing[:5])}",
+            where,
+            "resume with the recipe, data and base of that run, or start a new run",
+        )
     if not names:
-        raise Refusal("checkpoint_not_found", "that run kept no checkpoint (a completed run keeps none)", where,
-                      "set train.checkpoint_every in the run that may be stopped")  # fmt: skip
+        raise Refusal(
+            "checkpoint_not_found",
+            "that run kept no checkpoint (a completed run keeps none)",
+            where,
+            "set train.checkpoint_every in the run that may be stopped",
+        )
     return Path(client.download_artifacts(run_id, names[-1], str(folder)))

@@ -105,7 +105,9 @@ def train(
 class TrainRun:
     """The steps of one run, in order; each leaves what the next needs in an attribute."""
 
-    def __init__(self, loaded: LoadedRecipe, record: Record, view: ProgressView, scratch: Path, command: WorkerCommand) -> None:
+    def __init__(
+        self, loaded: LoadedRecipe, record: Record, view: ProgressView, scratch: Path, command: WorkerCommand
+    ) -> None:
         self.loaded = loaded
         self.recipe = loaded.recipe
         self.record = record
@@ -168,12 +170,18 @@ class TrainRun:
             self.record.breach = ending.breach
             breach = ending.breach
             raise Stopped(
-                breach.limit, f"measured {breach.measured:.3f}, the limit is {breach.allowed:g}", f"{breach.phase}, after step {breach.step}",
+                breach.limit,
+                f"measured {breach.measured:.3f}, the limit is {breach.allowed:g}",
+                f"{breach.phase}, after step {breach.step}",
                 breach.remedy,
-            )  # fmt: skip
+            )
         if ending.stopped_by:
-            raise Stopped(ending.stopped_by, "the run was told to stop", self.record.marks[-1][1] if self.record.marks else "",
-                          "repeat it, or go on with train.resume if it kept a checkpoint")  # fmt: skip
+            raise Stopped(
+                ending.stopped_by,
+                "the run was told to stop",
+                self.record.marks[-1][1] if self.record.marks else "",
+                "repeat it, or go on with train.resume if it kept a checkpoint",
+            )
         if ending.problem:
             raise ending.problem
         return ending
@@ -197,17 +205,21 @@ class TrainRun:
         self.record.hash("base", base.manifest, base.location.name)
         self.record.hashes.append(("tokenizer", base.tokenizer_sha256, "part of the base"))
         self.log.tags(
-            tokenizer__sha256=base.tokenizer_sha256, base__source=base.location.source,
+            tokenizer__sha256=base.tokenizer_sha256,
+            base__source=base.location.source,
             base__licence_declared=base.licence or "none declared",
-        )  # fmt: skip
+        )
         if base.location.commit:
             self.log.tags(base__commit=base.location.commit)
 
     def _prepare(self, data: DataFolder, base: Base) -> None:
         job = PrepareJob(
-            str(data.path.resolve()), self.recipe.data.model_dump(mode="json"), str(base.folder),
-            self.recipe.train.max_seq_length, str(self.out),
-        )  # fmt: skip
+            str(data.path.resolve()),
+            self.recipe.data.model_dump(mode="json"),
+            str(base.folder),
+            self.recipe.train.max_seq_length,
+            str(self.out),
+        )
         result = self.job("lemon_mlflow.data.prepare:prepare:PrepareJob", asdict(job)).result
         assert result is not None
         self.record.data = result
@@ -231,10 +243,20 @@ class TrainRun:
         lora = self.recipe.lora
         targets = () if lora.target_modules == "all-linear" else lora.target_modules
         fields = {
-            "backend": backend, "base": spec, "train": self.recipe.train.model_dump(mode="json"),
-            "lora": {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "layers": lora.layers, "target_modules": targets},
-            "tokens": str(self.out / "tokens.npz"), "out": str(self.out), "resume_from": checkpoint,
-        }  # fmt: skip
+            "backend": backend,
+            "base": spec,
+            "train": self.recipe.train.model_dump(mode="json"),
+            "lora": {
+                "rank": lora.rank,
+                "alpha": lora.alpha,
+                "dropout": lora.dropout,
+                "layers": lora.layers,
+                "target_modules": targets,
+            },
+            "tokens": str(self.out / "tokens.npz"),
+            "out": str(self.out),
+            "resume_from": checkpoint,
+        }
         ending = self.job("lemon_mlflow.train.loop:train:TrainJob", fields, backend, training=True)
         assert ending.result is not None
         self.train_result = ending.result
@@ -243,9 +265,12 @@ class TrainRun:
 
     def _reload(self, backend: str, spec: dict[str, Any]) -> None:
         fields = {
-            "backend": backend, "base": spec, "adapter": str(self.out / "adapter"), "tokens": str(self.out / "tokens.npz"),
+            "backend": backend,
+            "base": spec,
+            "adapter": str(self.out / "adapter"),
+            "tokens": str(self.out / "tokens.npz"),
             "probes": str(self.out / "probes.npz"),
-        }  # fmt: skip
+        }
         ending = self.job("lemon_mlflow.evaluate.reload:reload:ReloadJob", fields, backend)
         self.record.reload = ending.result
         self.log.json(ending.result, "adapter_reload.json")
@@ -269,8 +294,12 @@ class TrainRun:
 
 def _refuse_many_processes() -> None:
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise Refusal("distributed_not_supported", "this run was started as one of several processes", f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
-                      "start it once, without torchrun or mlx.launch")  # fmt: skip
+        raise Refusal(
+            "distributed_not_supported",
+            "this run was started as one of several processes",
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
+            "start it once, without torchrun or mlx.launch",
+        )
 
 
 @contextmanager
@@ -294,7 +323,9 @@ def _signals_stop() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _finish(record: Record, loaded: LoadedRecipe | None, scratch: Path, status: str, outcome: str, problem: str) -> bool:
+def _finish(
+    record: Record, loaded: LoadedRecipe | None, scratch: Path, status: str, outcome: str, problem: str
+) -> bool:
     """Write the last artifacts and end the run; False when MLflow took not all of it."""
     complete = True
     try:
@@ -336,13 +367,21 @@ def _summary(view: ProgressView, record: Record) -> None:
     experiment = record.log.client.get_run(record.log.run_id).info.experiment_id
     metrics = record.metrics
     view.say(f"completed: run {record.log.run_id} on {record.backend}, base {record.base_name}")
-    view.say(f"  validation loss {first:.4f} -> {last:.4f} over {step} steps, on {rows} rows. A lower loss is not evidence that the "
-             "adapter helps: it was not evaluated on the holdout.")  # fmt: skip
+    view.say(
+        f"  validation loss {first:.4f} -> {last:.4f} over {step} steps, on {rows} rows. A lower loss is not evidence that the "
+        "adapter helps: it was not evaluated on the holdout."
+    )
     view.say(f"  adapter         {metrics['adapter/size_mb']:.1f} MB, sha256 {adapter}, reloaded in a fresh process")
-    view.say(f"  memory          process peak {metrics['memory/process_peak_gb']:.2f} GB, system available at least "
-             f"{metrics.get('memory/system_available_min_pct', 0):.0f} %")  # fmt: skip
-    view.say(f"  time            {metrics['speed/train_seconds']:.0f} s of training steps, {metrics['speed/overhead_seconds']:.0f} s around them")
-    view.say(f"  see it          {how}   then http://127.0.0.1:5000/#/experiments/{experiment}/runs/{record.log.run_id}")
+    view.say(
+        f"  memory          process peak {metrics['memory/process_peak_gb']:.2f} GB, system available at least "
+        f"{metrics.get('memory/system_available_min_pct', 0):.0f} %"
+    )
+    view.say(
+        f"  time            {metrics['speed/train_seconds']:.0f} s of training steps, {metrics['speed/overhead_seconds']:.0f} s around them"
+    )
+    view.say(
+        f"  see it          {how}   then http://127.0.0.1:5000/#/experiments/{experiment}/runs/{record.log.run_id}"
+    )
 
 
 def _tell(view: ProgressView, ended: RunEnded, run_id: str = "") -> int:
@@ -360,11 +399,19 @@ def _internal(error: Exception, scratch: Path) -> Failure:
     with (scratch / "worker.log").open("a", encoding="utf-8") as log:
         traceback.print_exception(error, file=log)
     if isinstance(error, MlflowException):
-        return Failure("tracking_unavailable", f"MLflow refused or could not be reached: {str(error)[:200]}", mlflow.get_tracking_uri(),
-                       "start the server again, then repeat the run")  # fmt: skip
+        return Failure(
+            "tracking_unavailable",
+            f"MLflow refused or could not be reached: {str(error)[:200]}",
+            mlflow.get_tracking_uri(),
+            "start the server again, then repeat the run",
+        )
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Failure("internal_error", type(error).__name__, f"{Path(frame.filename).name}:{frame.lineno}",
-                   "this is a fault of lemon-mlflow; please report it with logs/worker.log")  # fmt: skip
+    return Failure(
+        "internal_error",
+        type(error).__name__,
+        f"{Path(frame.filename).name}:{frame.lineno}",
+        "this is a fault of lemon-mlflow; please report it with logs/worker.log",
+    )
 
 
 def _title(log: RunLog, recipe: str | None) -> str:

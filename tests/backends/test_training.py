@@ -53,7 +53,9 @@ def test_the_same_seed_gives_the_same_adapter_and_another_seed_another(
     backend: str, base: Path, tokens: Path, tmp_path: Path
 ) -> None:  # S04, S06
     runs = [
-        train_tiny(backend, base, tokens, tmp_path / str(number), train__max_steps=4, train__seed=seed, lora__dropout=0.1)
+        train_tiny(
+            backend, base, tokens, tmp_path / str(number), train__max_steps=4, train__seed=seed, lora__dropout=0.1
+        )
         for number, seed in enumerate((7, 7, 8))
     ]
     hashes = [adapter_hash(run) for run in runs]
@@ -68,8 +70,12 @@ def test_accumulation_is_the_same_mean_however_the_rows_are_split(
 ) -> None:  # S01: labels of different counts, 4 x 1 against 1 x 4
     lengths = [len(row.ids) for row in load_token_rows(tokens, "train")]
     assert len(set(lengths)) > 3
-    whole = train_tiny(backend, base, tokens, tmp_path / "a", train__batch_size=22, train__gradient_accumulation=1, train__epochs=2)
-    split = train_tiny(backend, base, tokens, tmp_path / "b", train__batch_size=1, train__gradient_accumulation=22, train__epochs=2)
+    whole = train_tiny(
+        backend, base, tokens, tmp_path / "a", train__batch_size=22, train__gradient_accumulation=1, train__epochs=2
+    )
+    split = train_tiny(
+        backend, base, tokens, tmp_path / "b", train__batch_size=1, train__gradient_accumulation=22, train__epochs=2
+    )
     assert len(whole.losses) == len(split.losses) == 2
     assert whole.losses[0] == pytest.approx(split.losses[0], rel=1e-6)
     assert whole.losses[1] == pytest.approx(split.losses[1], rel=1e-4)
@@ -77,7 +83,9 @@ def test_accumulation_is_the_same_mean_however_the_rows_are_split(
 
 
 @both
-def test_the_last_partial_accumulation_is_applied(backend: str, base: Path, tokens: Path, tmp_path: Path) -> None:  # S03
+def test_the_last_partial_accumulation_is_applied(
+    backend: str, base: Path, tokens: Path, tmp_path: Path
+) -> None:  # S03
     run = train_tiny(backend, base, tokens, tmp_path / "a", train__batch_size=2, train__gradient_accumulation=3)
     assert len(run.losses) == 4  # 22 rows are 11 micro-batches: 3 + 3 + 3 + 2
     rows = load_token_rows(tokens, "train")
@@ -88,7 +96,9 @@ def test_the_last_partial_accumulation_is_applied(backend: str, base: Path, toke
 def test_validation_uses_all_rows_before_the_first_step_and_after_the_last(
     backend: str, base: Path, tokens: Path, tmp_path: Path
 ) -> None:  # D09
-    run = train_tiny(backend, base, tokens, tmp_path / "a", train__max_steps=3, train__validate_every=2, train__batch_size=4)
+    run = train_tiny(
+        backend, base, tokens, tmp_path / "a", train__max_steps=3, train__validate_every=2, train__batch_size=4
+    )
     assert [event["step"] for event in run.validations] == [0, 2, 3]
     rows = load_token_rows(tokens, "valid")
     assert len(rows) % 4 != 0
@@ -99,7 +109,9 @@ def test_validation_uses_all_rows_before_the_first_step_and_after_the_last(
 
 
 @both
-def test_resuming_gives_the_losses_of_an_unbroken_run(backend: str, base: Path, tokens: Path, tmp_path: Path) -> None:  # S07, S08
+def test_resuming_gives_the_losses_of_an_unbroken_run(
+    backend: str, base: Path, tokens: Path, tmp_path: Path
+) -> None:  # S07, S08
     keys = {"train__max_steps": 8, "train__epochs": 9, "lora__dropout": 0.2, "train__warmup_steps": 3}
     unbroken = train_tiny(backend, base, tokens, tmp_path / "a", train__checkpoint_every=4, **keys)
     checkpoint = tmp_path / "a" / "checkpoint-00000004"
@@ -129,7 +141,15 @@ def test_checkpointing_changes_no_loss(backend: str, base: Path, tokens: Path, t
 def test_only_the_last_layers_are_adapted(backend: str, base: Path, tokens: Path, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    run = train_tiny(backend, base, tokens, tmp_path / "a", train__max_steps=1, lora__layers=1, lora__target_modules="q_proj,down_proj")
+    run = train_tiny(
+        backend,
+        base,
+        tokens,
+        tmp_path / "a",
+        train__max_steps=1,
+        lora__layers=1,
+        lora__target_modules="q_proj,down_proj",
+    )
     file = "adapter_model.safetensors" if backend == "hf" else "adapters.safetensors"
     names = set(load_file(run.adapter / file))
     assert len(names) == 4
@@ -152,10 +172,18 @@ def test_a_target_that_matches_nothing_is_refused_with_near_names(
 
 
 @both
-def test_a_loss_that_is_not_finite_stops_the_run(backend: str, base: Path, tokens: Path, tmp_path: Path) -> None:  # S10, K08
+def test_a_loss_that_is_not_finite_stops_the_run(
+    backend: str, base: Path, tokens: Path, tmp_path: Path
+) -> None:  # S10, K08
     with pytest.raises(Failure) as caught:
         train_tiny(
-            backend, base, tokens, tmp_path / "a", train__learning_rate=1e30, train__max_grad_norm=0, train__schedule="constant"
+            backend,
+            base,
+            tokens,
+            tmp_path / "a",
+            train__learning_rate=1e30,
+            train__max_grad_norm=0,
+            train__schedule="constant",
         )
     assert caught.value.code in ("non_finite_loss", "non_finite_gradient")
     assert not (tmp_path / "a" / "adapter").exists()

@@ -38,7 +38,11 @@ def supervised(
     tmp_path: Path, body: str, limits: LimitsSection = NO_LIMITS, environment: dict[str, str] | None = None, **more: Any
 ) -> Ending:
     around = Surroundings(
-        tmp_path, tmp_path / "worker.log", limits, dict(os.environ) if environment is None else environment, command=script(body)
+        tmp_path,
+        tmp_path / "worker.log",
+        limits,
+        dict(os.environ) if environment is None else environment,
+        command=script(body),
     )
     return run_job("m:f:C", {}, around, more.pop("on_event", lambda event: None), **more)
 
@@ -124,7 +128,9 @@ def test_the_child_sees_no_secret_and_no_hub(tmp_path: Path) -> None:  # Y13
 
 def test_the_time_limit_stops_the_child(tmp_path: Path) -> None:  # Y12
     started = time.monotonic()
-    ending = supervised(tmp_path, "emit('phase', name='train'); time.sleep(60)", LimitsSection(system_available_pct=0, minutes=1 / 60))
+    ending = supervised(
+        tmp_path, "emit('phase', name='train'); time.sleep(60)", LimitsSection(system_available_pct=0, minutes=1 / 60)
+    )
     assert ending.breach is not None and ending.breach.limit == "minutes"
     assert ending.breach.phase == "train" and ending.breach.measured > ending.breach.allowed == 1 / 60
     assert time.monotonic() - started < 15
@@ -150,12 +156,18 @@ def test_a_reported_framework_peak_over_its_ceiling_stops_the_child(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("available_pct", "stops"), [(14.9, True), (15.1, False)])
-def test_the_guard_line_on_system_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available_pct: float, stops: bool) -> None:
+def test_the_guard_line_on_system_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available_pct: float, stops: bool
+) -> None:
     # Y01, Y03: the framework's own figure is small and constant; only the system's counts.
     real = psutil.virtual_memory()
     pretended = real._replace(available=int(real.total * available_pct / 100))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: pretended)
-    ending = supervised(tmp_path, "emit('step', step=1, loss=1.0, framework_bytes=1000); time.sleep(1); emit('done', result={})", LimitsSection())
+    ending = supervised(
+        tmp_path,
+        "emit('step', step=1, loss=1.0, framework_bytes=1000); time.sleep(1); emit('done', result={})",
+        LimitsSection(),
+    )
     assert (ending.breach is not None) is stops
     if ending.breach is not None:
         assert ending.breach.limit == "system_available_pct"

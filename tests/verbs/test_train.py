@@ -82,7 +82,11 @@ def faulty(fault: str) -> Callable[[str, str, int], list[str]]:
             loop.open_backend = opened
         """).replace("{fault}", fault)
         root = str(Path(__file__).parents[2])
-        return [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{body}\nsys.exit(main({target!r}, {job!r}, {descriptor}))"]
+        return [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {root!r})\n{body}\nsys.exit(main({target!r}, {job!r}, {descriptor}))",
+        ]
 
     return command
 
@@ -182,7 +186,11 @@ def test_a_stopped_run_is_resumed_exactly(backend: str, project: Path) -> None: 
 
 @pytest.mark.parametrize(
     ("change", "code"),
-    [({"train.learning_rate": "1e-3"}, "resume_mismatch"), ({"lora.alpha": "3"}, "resume_mismatch"), ({}, "checkpoint_not_found")],
+    [
+        ({"train.learning_rate": "1e-3"}, "resume_mismatch"),
+        ({"lora.alpha": "3"}, "resume_mismatch"),
+        ({}, "checkpoint_not_found"),
+    ],
 )
 def test_a_resume_that_would_not_be_exact_is_refused(project: Path, change: dict[str, str], code: str) -> None:
     assert train("recipe.yaml", {"train.backend": "hf", "train.max_steps": "1"}) == 0
@@ -221,7 +229,9 @@ def test_a_users_mistake_is_one_line_and_a_failed_run(
     assert len(refused) == 1 and f"{code}:" in refused[0] and "->" in refused[0]
 
 
-def test_bad_rows_are_refused_before_the_base_is_touched(project: Path, capsys: pytest.CaptureFixture[str]) -> None:  # D01, D14
+def test_bad_rows_are_refused_before_the_base_is_touched(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # D01, D14
     tiny_folder(project / "data", train=[{"messages": []}])
     with (project / "data" / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write("{broken\n" * 3)
