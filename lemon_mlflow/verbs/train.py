@@ -377,7 +377,8 @@ def _summary(view: ProgressView, record: Record) -> None:
         f"{metrics.get('memory/system_available_min_pct', 0):.0f} %"
     )
     view.say(
-        f"  time            {metrics['speed/train_seconds']:.0f} s of training steps, {metrics['speed/overhead_seconds']:.0f} s around them"
+        f"  time            {metrics['speed/train_seconds']:.0f} s of training steps, "
+        f"{metrics['speed/overhead_seconds']:.0f} s around them"
     )
     view.say(
         f"  see it          {how}   then http://127.0.0.1:5000/#/experiments/{experiment}/runs/{record.log.run_id}"

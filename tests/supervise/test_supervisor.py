@@ -92,7 +92,10 @@ def test_a_refusal_of_the_child_arrives_whole(tmp_path: Path) -> None:
 
 def test_broken_events_are_counted_and_left_out(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
-    body = "os.write(fd, b'nonsense\\n[1]\\n{\"event\": 3}\\n\\xff\\xfe\\n'); emit('step', step=1, loss=2.0); emit('done', result={})"
+    body = """
+    os.write(fd, b'nonsense\\n[1]\\n{"event": 3}\\n\\xff\\xfe\\n')
+    emit('step', step=1, loss=2.0); emit('done', result={})
+    """
     ending = supervised(tmp_path, body, on_event=events.append)
     assert ending.broken_events == 4
     assert [event["event"] for event in events] == ["step", "done"]
@@ -178,7 +181,8 @@ def test_a_child_that_ignores_sigterm_is_killed_with_all_it_started(tmp_path: Pa
     body = """
     import subprocess
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    inner = subprocess.Popen([sys.executable, '-c', 'import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)'])
+    code = 'import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)'
+    inner = subprocess.Popen([sys.executable, '-c', code])
     emit('grandchild', pid=inner.pid)
     time.sleep(60)
     """
@@ -206,7 +210,10 @@ def test_a_signal_to_the_parent_stops_the_child(tmp_path: Path, number: signal.S
 
 
 def test_samples_hold_process_tree_and_system(tmp_path: Path) -> None:
-    body = "kept = bytearray(b'x' * 200_000_000); emit('step', step=1, loss=1.0, framework_bytes=123); time.sleep(1); emit('done', result={})"
+    body = """
+    kept = bytearray(b'x' * 200_000_000); emit('step', step=1, loss=1.0, framework_bytes=123)
+    time.sleep(1); emit('done', result={})
+    """
     ending = supervised(tmp_path, body)
     assert len(ending.samples) >= 5
     assert ending.process_peak_bytes > 200_000_000

@@ -212,9 +212,13 @@ def test_a_limit_that_fires_is_a_result(project: Path) -> None:  # rule 2
 @pytest.mark.parametrize(
     ("overrides", "code"),
     [
-        ({"lora.rnk": "4"}, "unknown_recipe_key"), ({"lora.rank": "abc"}, "bad_recipe_value"), ({"data.path": "nowhere"}, "data_not_found"),
-        ({"base.model": "./nowhere"}, "base_unavailable"), ({"base.model": "embedded:other"}, "unknown_embedded_base"),
-        ({"train.max_seq_length": "5"}, "no_trainable_tokens"), ({"data.min_train_rows": "1000"}, "too_few_rows"),
+        ({"lora.rnk": "4"}, "unknown_recipe_key"),
+        ({"lora.rank": "abc"}, "bad_recipe_value"),
+        ({"data.path": "nowhere"}, "data_not_found"),
+        ({"base.model": "./nowhere"}, "base_unavailable"),
+        ({"base.model": "embedded:other"}, "unknown_embedded_base"),
+        ({"train.max_seq_length": "5"}, "no_trainable_tokens"),
+        ({"data.min_train_rows": "1000"}, "too_few_rows"),
         ({"base.quantization": "8bit", "train.backend": "hf"}, "quantization_unavailable"),
         ({"lora.target_modules": "q_projX", "train.backend": "hf"}, "target_modules_match_nothing"),
     ],
