@@ -130,7 +130,15 @@ class HfBackend:
         stored = load_file(folder / "adapter_model.safetensors")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._model = PeftModel.from_pretrained(self._model, str(folder), is_trainable=False)
+            try:
+                self._model = PeftModel.from_pretrained(self._model, str(folder), is_trainable=False)
+            except RuntimeError as error:  # torch's word for a tensor of another shape
+                raise Failure(
+                    "adapter_incomplete",
+                    f"peft refuses the adapter: {str(error).splitlines()[-1].strip()[:200]}",
+                    "adapter/adapter_model.safetensors",
+                    "train again; do not use this adapter",
+                ) from None
         # peft only warns of missing tensors, and takes surplus ones in silence.
         present = {
             name.replace(".default.", "."): tuple(p.shape)

@@ -284,6 +284,15 @@ def convert(job: ConvertJob, emit: Callable[..., None]) -> dict[str, Any]:
                 f"base.quantization: {job.bits}bit",
                 "use base.quantization: none",
             ) from None
+        # mlx-lm passes over layers whose width does not divide, and says so nowhere.
+        names = [name for file in (scratch / "out").glob("*.safetensors") for name in mx.load(str(file))]
+        if not any(name.endswith(".scales") for name in names):
+            raise Refusal(
+                "quantization_unavailable",
+                f"no layer of this base has a width that divides into groups of {_GROUP_SIZE}",
+                f"base.quantization: {job.bits}bit",
+                "use base.quantization: none",
+            )
         if not (folder / "config.json").is_file():
             (scratch / "out").rename(folder)
     finally:
