@@ -285,8 +285,7 @@ def convert(job: ConvertJob, emit: Callable[..., None]) -> dict[str, Any]:
                 "use base.quantization: none",
             ) from None
         # mlx-lm passes over layers whose width does not divide, and says so nowhere.
-        names = [name for file in (scratch / "out").glob("*.safetensors") for name in mx.load(str(file))]
-        if not any(name.endswith(".scales") for name in names):
+        if not any(name.endswith(".scales") for name in _tensor_names(scratch / "out")):
             raise Refusal(
                 "quantization_unavailable",
                 f"no layer of this base has a width that divides into groups of {_GROUP_SIZE}",
@@ -298,3 +297,11 @@ def convert(job: ConvertJob, emit: Callable[..., None]) -> dict[str, Any]:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return {"folder": str(folder)}
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    names: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors: Any = mx.load(str(file))
+        names += tensors
+    return names

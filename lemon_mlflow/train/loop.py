@@ -202,11 +202,13 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
 def _validate(backend: Backend, rows: list[TokenRow], settings: TrainSection, step: int, emit: Emit) -> None:
     started = time.perf_counter()
     loss_sum, tokens = 0.0, 0
+    done = 0
     for numbers in evaluation_batches([len(row.ids) for row in rows], settings.batch_size):
         batch = make_batch(rows, numbers)
+        done += len(numbers)
         loss_sum += backend.loss_sum(batch)
         tokens += batch.tokens_trainable
-        emit("heartbeat")
+        emit("validating", done=done, total=len(rows))
     _refuse_non_finite("non_finite_metric", loss_sum, step)
     emit(
         "validation",

@@ -77,6 +77,8 @@ class ProgressView:
             if event["step"] >= self._next_line:
                 self._next_line = event["step"] + max(1, self._total // 10)
                 self._line(f"  {shown}  loss {event['loss']:.3f}")
+        elif kind == "validating":
+            self._bar.update(self._task, extra=f"validating, row {event['done']}/{event['total']}")
         elif kind == "validation":
             text = f"validation loss {event['loss']:.4f} after step {event['step']} ({event['rows']} rows)"
             self.console.print(f"  {text}")

@@ -110,9 +110,10 @@ def test_output_goes_to_the_log_however_much_there_is(tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe_costs_the_parent_no_spinning(tmp_path: Path) -> None:
+    # As a share of the time that passed, which a busy machine stretches too.
     before = time.process_time()
-    supervised(tmp_path, "os.close(fd); time.sleep(2)")
-    assert time.process_time() - before < 1.0
+    ending = supervised(tmp_path, "os.close(fd); time.sleep(2)")
+    assert time.process_time() - before < 0.5 * ending.seconds
 
 
 def test_the_child_sees_no_secret_and_no_hub(tmp_path: Path) -> None:  # Y13
@@ -130,13 +131,12 @@ def test_the_child_sees_no_secret_and_no_hub(tmp_path: Path) -> None:  # Y13
 
 
 def test_the_time_limit_stops_the_child(tmp_path: Path) -> None:  # Y12
-    started = time.monotonic()
     ending = supervised(
         tmp_path, "emit('phase', name='train'); time.sleep(60)", LimitsSection(system_available_pct=0, minutes=1 / 60)
     )
     assert ending.breach is not None and ending.breach.limit == "minutes"
     assert ending.breach.phase == "train" and ending.breach.measured > ending.breach.allowed == 1 / 60
-    assert time.monotonic() - started < 15
+    assert ending.exit_code == -signal.SIGTERM
     assert ending.result is None
 
 
