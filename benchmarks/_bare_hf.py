@@ -1,8 +1,9 @@
 """The peer of `overhead.py`: LoRA training as one writes it by hand with torch, transformers and peft. Nothing of ours.
 
-    python _bare_hf.py work.json          # prints {"seconds": ..., "losses": [...], "tokens": [...]}
+    python _bare_hf.py work.json          # prints {"began": [...], "losses": [...], "tokens": [...]}
 
-The batches are ready in memory before the clock starts, nothing is logged, sampled or saved.
+`began` is when each step began, and last when the last one ended (seconds of `time.perf_counter`). The batches are ready in
+memory before that; nothing is logged, sampled or saved.
 """
 
 from __future__ import annotations
@@ -44,11 +45,9 @@ def main(work_file: str) -> None:
     optimizer = torch.optim.AdamW(parameters, lr=work["learning_rate"], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     model.train()
 
-    losses, tokens = [], []
-    began = 0.0
-    for number, micro in enumerate(steps):
-        if number == work["warmup"]:
-            began = time.perf_counter()
+    losses, tokens, began = [], [], []
+    for micro in steps:
+        began.append(time.perf_counter())
         step_tokens = sum(int(trainable[:, 1:].sum()) for _, trainable in micro)
         loss_sum = 0.0
         for batch, trainable in micro:
@@ -66,8 +65,8 @@ def main(work_file: str) -> None:
         tokens.append(step_tokens)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "losses": losses, "tokens": tokens}))
+    began.append(time.perf_counter())
+    print(json.dumps({"began": began, "losses": losses, "tokens": tokens}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The peer of `overhead.py`: LoRA training as one writes it by hand with mlx and mlx-lm. Nothing of ours.
 
-    python _bare_mlx.py work.json          # prints {"seconds": ..., "losses": [...], "tokens": [...]}
+    python _bare_mlx.py work.json          # prints {"began": [...], "losses": [...], "tokens": [...]}
 
-The batches are ready in memory before the clock starts, nothing is logged, sampled or saved.
+`began` is when each step began, and last when the last one ended (seconds of `time.perf_counter`). The batches are ready in
+memory before that; nothing is logged, sampled or saved.
 """
 
 from __future__ import annotations
@@ -49,11 +50,9 @@ def main(work_file: str) -> None:
         return nn.losses.cross_entropy(logits, targets, reduction="sum") / step_tokens
 
     value_and_grad = nn.value_and_grad(model, loss_fn)
-    losses, tokens = [], []
-    began = 0.0
-    for number, micro in enumerate(steps):
-        if number == work["warmup"]:
-            began = time.perf_counter()
+    losses, tokens, began = [], [], []
+    for micro in steps:
+        began.append(time.perf_counter())
         step_tokens = sum(int(trainable[:, 1:].sum()) for _, trainable in micro)
         mean, gradients = 0.0, None
         for batch, trainable in micro:
@@ -66,8 +65,8 @@ def main(work_file: str) -> None:
         mx.eval(model.trainable_parameters(), optimizer.state)
         losses.append(mean)
         tokens.append(step_tokens)
-    seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "losses": losses, "tokens": tokens}))
+    began.append(time.perf_counter())
+    print(json.dumps({"began": began, "losses": losses, "tokens": tokens}))
 
 
 if __name__ == "__main__":

@@ -35,22 +35,25 @@ RANK, ALPHA, LEARNING_RATE, MAX_GRAD_NORM = 8, 16.0, 1e-4, 1.0
 
 
 @dataclass(frozen=True)
-class Supervised:
-    """One supervised run. `training` and `fixed` are seconds: the counted steps, and all that is not a step."""
+class Run:
+    """One run of either side.
 
-    training: float
-    fixed: float
+    Attributes:
+        steps: seconds of each counted step, up to the beginning of the next.
+        losses: of all steps, those of the warm-up included.
+        tokens: trainable ones, of all steps.
+        fixed: seconds of the whole run that are not steps; 0 for the bare loop.
+    """
+
+    steps: list[float]
     losses: list[float]
     tokens: list[int]
+    fixed: float = 0.0
 
-
-@dataclass(frozen=True)
-class Bare:
-    """One run of the bare loop. `training` is seconds of the counted steps."""
-
-    training: float
-    losses: list[float]
-    tokens: list[int]
+    @property
+    def training(self) -> float:
+        """Seconds from the beginning of the first counted step to the end of the last."""
+        return sum(self.steps)
 
 
 def main() -> None:
@@ -101,7 +104,7 @@ def make_work(folder: Path, steps: int) -> Path:
     np.savez(folder / "batches.npz", **arrays)  # type: ignore[arg-type]
     work = folder / "work.json"
     settings = {
-        "base": str(base), "batches": str(folder / "batches.npz"), "steps": names, "warmup": WARMUP, "seed": SEED,
+        "base": str(base), "batches": str(folder / "batches.npz"), "steps": names, "seed": SEED,
         "rank": RANK, "alpha": ALPHA, "linear": LINEAR, "learning_rate": LEARNING_RATE, "max_grad_norm": MAX_GRAD_NORM,
     }  # fmt: skip
     work.write_text(json.dumps(settings), encoding="utf-8")
@@ -127,10 +130,10 @@ def make_store(folder: Path) -> float:
     return round(time.perf_counter() - began, 2)
 
 
-def alternate(backend: str, folder: Path, work: Path, runs: int) -> tuple[list[Supervised], list[Bare]]:
+def alternate(backend: str, folder: Path, work: Path, runs: int) -> tuple[list[Run], list[Run]]:
     """Run both sides `runs` times, the other one first in every second round."""
-    ours: list[Supervised] = []
-    bare: list[Bare] = []
+    ours: list[Run] = []
+    bare: list[Run] = []
     for number in range(runs):
         if number % 2 == 0:
             ours.append(run_supervised(backend, folder))
@@ -146,25 +149,30 @@ def alternate(backend: str, folder: Path, work: Path, runs: int) -> tuple[list[S
     return ours, bare
 
 
-def run_supervised(backend: str, folder: Path) -> Supervised:
+def run_supervised(backend: str, folder: Path) -> Run:
     """A whole supervised run in a fresh process."""
     marks = folder / "marks.json"
-    began = time.perf_counter()
+    started = time.perf_counter()
     command = [sys.executable, str(HERE / "_supervised.py"), "run", str(recipe(folder, backend)), str(marks)]
     checked(command, folder, product_environment(folder))
-    whole = time.perf_counter() - began
+    whole = time.perf_counter() - started
     steps = json.loads(marks.read_text(encoding="utf-8"))
     marks.unlink()
     in_steps = sum(step["ended"] - step["began"] for step in steps)
-    training = steps[-1]["ended"] - steps[WARMUP]["began"]
-    return Supervised(training, whole - in_steps, [step["loss"] for step in steps], [step["tokens"] for step in steps])
+    began = [step["began"] for step in steps] + [steps[-1]["ended"]]
+    return Run(counted(began), [step["loss"] for step in steps], [step["tokens"] for step in steps], whole - in_steps)
 
 
-def run_bare(backend: str, folder: Path, work: Path) -> Bare:
+def run_bare(backend: str, folder: Path, work: Path) -> Run:
     """The bare loop in a fresh process, in the environment (threads, BLAS) that our worker gets."""
     command = [sys.executable, str(HERE / f"_bare_{backend}.py"), str(work)]
     answer = json.loads(checked(command, folder, child_environment(os.environ, backend)).splitlines()[-1])
-    return Bare(answer["seconds"], answer["losses"], answer["tokens"])
+    return Run(counted(answer["began"]), answer["losses"], answer["tokens"])
+
+
+def counted(began: list[float]) -> list[float]:
+    """Seconds of the steps after the warm-up; the last entry of `began` is the end of the last step."""
+    return [after - before for before, after in zip(began[WARMUP:], began[WARMUP + 1 :], strict=False)]
 
 
 def checked(command: list[str], folder: Path, environment: dict[str, str]) -> str:
@@ -175,7 +183,7 @@ def checked(command: list[str], folder: Path, environment: dict[str, str]) -> st
     return done.stdout
 
 
-def refuse_different_work(ours: Supervised, bare: Bare) -> None:
+def refuse_different_work(ours: Run, bare: Run) -> None:
     """Same trainable tokens in every step, and the same loss before anything is learned: else no ratio is meant."""
     if ours.tokens != bare.tokens or abs(ours.losses[0] - bare.losses[0]) > 1e-3:
         sys.exit(
@@ -184,7 +192,7 @@ def refuse_different_work(ours: Supervised, bare: Bare) -> None:
         )
 
 
-def overhead(backend: str, ours: list[Supervised], bare: list[Bare], steps: int) -> tuple[float, int, dict[str, Any]]:
+def overhead(backend: str, ours: list[Run], bare: list[Run], steps: int) -> tuple[float, int, dict[str, Any]]:
     """Ratio of the medians, the number of pairs, and what it was made of."""
     supervised, plain = spread([run.training for run in ours]), spread([run.training for run in bare])
     pairs = [one.training / other.training for one, other in zip(ours, bare, strict=True)]
@@ -192,6 +200,7 @@ def overhead(backend: str, ours: list[Supervised], bare: list[Bare], steps: int)
         "supervised_s": supervised,
         "bare_s": plain,
         "ratio_of_each_pair": spread(pairs),
+        "ratio_of_steps": round(typical(ours) / typical(bare), 4),
         "bare_step_ms": round(1000 * plain["median"] / steps, 1),
         "counted_steps": steps,
         "trainable_tokens": sum(ours[0].tokens[WARMUP:]),
@@ -201,6 +210,11 @@ def overhead(backend: str, ours: list[Supervised], bare: list[Bare], steps: int)
     if backend == "mlx":
         detail["blas"] = Path(mlx_blas(os.environ)).name or "mlx's own"
     return supervised["median"] / plain["median"], len(pairs), detail
+
+
+def typical(runs: list[Run]) -> float:
+    """Seconds of all counted steps, each the median over the runs: a short disturbance of one run leaves no trace."""
+    return sum(statistics.median(step) for step in zip(*(run.steps for run in runs), strict=True))
 
 
 def spread(values: list[float]) -> dict[str, Any]:

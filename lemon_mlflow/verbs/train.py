@@ -69,37 +69,49 @@ def train(
     track = loaded.recipe.track if loaded else None
     try:
         log = RunLog.open(track.experiment if track else None, track.run_name if track else None)
-    except RunEnded as ended:
-        return _tell(view, problem or ended)
+    except RunEnded as unavailable:
+        return _tell(problem or unavailable)
     record = Record(log, _title(log, recipe))
     scratch = Path(tempfile.mkdtemp(prefix="lemon-"))
-    keep = False
+    with view:
+        ended, kept = _attempt(loaded, problem, record, view, scratch, command)
+    with _signals(signal.SIG_IGN):
+        stored = _finish(record, loaded, scratch, ended)
+    if ended is None and not stored:
+        ended = _not_stored()
+    if kept and stored:
+        shutil.rmtree(scratch, ignore_errors=True)
+    else:
+        view.say(f"MLflow did not take everything; the adapter and the log are kept in {scratch}")
+    if ended is not None:
+        return _tell(ended, log.run_id)
+    _summary(view, record)
+    return 0
+
+
+def _attempt(
+    loaded: LoadedRecipe | None,
+    problem: RunEnded | None,
+    record: Record,
+    view: ProgressView,
+    scratch: Path,
+    command: WorkerCommand,
+) -> tuple[RunEnded | None, bool]:
+    """What ended the run (None: it completed), and whether MLflow has what there is of it."""
+    if problem is not None or loaded is None:
+        return problem, True
+    run = TrainRun(loaded, record, view, scratch, command)
+    ended: RunEnded
     try:
-        with view, _signals_stop():
-            if problem is not None or loaded is None:
-                raise problem or Refusal("bad_recipe", "no recipe")
-            run = TrainRun(loaded, record, view, scratch, command)
-            try:
-                run.go()
-            except BaseException as error:
-                run.keep_what_is_there(error)
-                raise
-        _finish(record, loaded, scratch, "FINISHED", "completed", "")
-        _summary(view, record)
-        return 0
-    except RunEnded as ended:
-        status = "KILLED" if isinstance(ended, Stopped) else "FAILED"
-        keep = not _finish(record, loaded, scratch, status, ended.outcome, str(ended))
-        return _tell(view, ended, run_id=log.run_id)
+        with _signals(_raise_stopped):
+            run.go()
+        return None, True
+    except RunEnded as error:
+        ended = error
     except Exception as error:
-        internal = _internal(error, scratch)
-        keep = not _finish(record, loaded, scratch, "FAILED", internal.outcome, str(internal))
-        return _tell(view, internal, run_id=log.run_id)
-    finally:
-        if keep:
-            view.say(f"what could not be stored in MLflow is kept in {scratch}")
-        else:
-            shutil.rmtree(scratch, ignore_errors=True)
+        ended = _internal(error, scratch)
+    with _signals(signal.SIG_IGN):
+        return ended, run.keep_what_is_there()
 
 
 class TrainRun:
@@ -117,7 +129,6 @@ class TrainRun:
         self.out = scratch / "out"
         self.out.mkdir()
         self._command = command
-        self.completed = False
 
     def go(self) -> None:
         """All of it.
@@ -143,7 +154,6 @@ class TrainRun:
         self._reload(backend, spec)
         self._store_adapter()
         self.log.drain()
-        self.completed = True
 
     def job(self, target: str, fields: dict[str, Any], backend: str = "", training: bool = False) -> Ending:
         """Run a job in a child process, under the recipe's limits.
@@ -284,12 +294,16 @@ class TrainRun:
         self.record.metric("adapter/size_mb", sum(file.size_bytes for file in manifest.files) / 1e6)
         self.record.final_speed(self.train_result)
 
-    def keep_what_is_there(self, error: BaseException) -> None:
+    def keep_what_is_there(self) -> bool:
         """After an end that is not completion: the last checkpoint and a partial adapter go to the artifacts."""
-        for folder in sorted(self.out.glob("checkpoint-0*"))[-1:]:
-            self.log.artifacts(folder, f"checkpoint/{folder.name}")
-        if (self.out / "adapter").is_dir() and not self.completed:
-            self.log.artifacts(self.out / "adapter", "partial/adapter")
+        try:
+            for folder in sorted(self.out.glob("checkpoint-0*"))[-1:]:
+                self.log.artifacts(folder, f"checkpoint/{folder.name}")
+            if (self.out / "adapter").is_dir():
+                self.log.artifacts(self.out / "adapter", "partial/adapter")
+            return True
+        except (MlflowException, OSError):
+            return False
 
 
 def _refuse_many_processes() -> None:
@@ -302,32 +316,30 @@ def _refuse_many_processes() -> None:
         )
 
 
+def _raise_stopped(number: int, frame: object) -> None:
+    raise Stopped(signal.Signals(number).name, "the run was told to stop", "", "repeat it")
+
+
 @contextmanager
-def _signals_stop() -> Iterator[None]:
-    """Between child processes too, SIGINT and SIGTERM end the run and not just the process."""
-
-    def stop(number: int, frame: object) -> None:
-        name = signal.Signals(number).name
-        raise Stopped(name, "the run was told to stop", "", "repeat it")
-
+def _signals(handler: Callable[[int, Any], None] | signal.Handlers) -> Iterator[None]:
+    """SIGINT and SIGTERM are handled so inside; while a child runs the supervisor handles them."""
     old = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         try:
-            old[number] = signal.signal(number, stop)
+            old[number] = signal.signal(number, handler)
         except ValueError:  # not the main thread
             break
     try:
         yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        for number, before in old.items():
+            signal.signal(number, before)
 
 
-def _finish(
-    record: Record, loaded: LoadedRecipe | None, scratch: Path, status: str, outcome: str, problem: str
-) -> bool:
+def _finish(record: Record, loaded: LoadedRecipe | None, scratch: Path, ended: RunEnded | None) -> bool:
     """Write the last artifacts and end the run; False when MLflow took not all of it."""
     complete = True
+    outcome, problem = (ended.outcome, str(ended)) if ended else ("completed", "")
     try:
         record.log.drain()
         if (scratch / "worker.log").is_file():
@@ -337,15 +349,27 @@ def _finish(
         record.write_files(scratch, loaded, outcome, problem)
     except (MlflowException, RunEnded, OSError):
         complete = False
-        status, outcome = ("FAILED", "failed:tracking_unavailable") if outcome == "completed" else (status, outcome)
+        if ended is None:
+            ended = _not_stored()
+            outcome, problem = ended.outcome, str(ended)
     try:
         if problem:
             record.log.tags(problem=problem[:4000])
         record.log.note(_note(record, outcome, problem))
+        status = "FINISHED" if ended is None else "KILLED" if isinstance(ended, Stopped) else "FAILED"
         record.log.finish(status, outcome)
-    except MlflowException:
+    except (MlflowException, OSError):
         complete = False
     return complete
+
+
+def _not_stored() -> Failure:
+    return Failure(
+        "tracking_unavailable",
+        "the run was done, but MLflow did not take its last artifacts",
+        mlflow.get_tracking_uri(),
+        "start the server again or free its disk, then repeat the run; the adapter is kept on this machine",
+    )
 
 
 def _note(record: Record, outcome: str, problem: str) -> str:
@@ -385,7 +409,7 @@ def _summary(view: ProgressView, record: Record) -> None:
     )
 
 
-def _tell(view: ProgressView, ended: RunEnded, run_id: str = "") -> int:
+def _tell(ended: RunEnded, run_id: str = "") -> int:
     print(f"{ended.outcome_kind}: {ended}", file=sys.stderr)
     for line in ended.details:
         print(f"  {line}", file=sys.stderr)
@@ -405,6 +429,13 @@ def _internal(error: Exception, scratch: Path) -> Failure:
             f"MLflow refused or could not be reached: {str(error)[:200]}",
             mlflow.get_tracking_uri(),
             "start the server again, then repeat the run",
+        )
+    if isinstance(error, OSError):
+        return Failure(
+            "io_error",
+            f"a file could not be written or read: {error.strerror or type(error).__name__}",
+            str(error.filename or ""),
+            "free disk space or correct the permissions, then repeat the run",
         )
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return Failure(

@@ -263,3 +263,26 @@ def test_the_scratch_folder_is_removed(project: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     assert train("recipe.yaml", {"train.backend": "hf"}, command=faulty("sys.exit(3)")) == 1
     assert [*scratch.glob("lemon-*")] == []
+
+
+def test_an_artifact_store_that_fails_keeps_the_adapter_on_disk_and_ends_the_run_failed(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scratch = project / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    real = MlflowClient.log_artifacts
+
+    def full(self: MlflowClient, run_id: str, folder: str, to: str | None = None) -> None:
+        if to == "adapter":
+            raise OSError(28, "No space left on device")
+        real(self, run_id, folder, to)
+
+    monkeypatch.setattr(MlflowClient, "log_artifacts", full)
+    assert train("recipe.yaml", {"train.backend": "hf"}) == 1
+    run = only_run()
+    assert run.info.status == "FAILED" and run.data.tags["lemon.outcome"].startswith("failed:")
+    kept = [*scratch.glob("lemon-*/out/adapter/adapter_model.safetensors")]
+    partial = {path for path in artifact_paths(run) if path.startswith("partial/adapter/")}
+    assert kept or partial
+    assert "Traceback" not in capsys.readouterr().err
