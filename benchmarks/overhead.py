@@ -1,6 +1,6 @@
 """What supervision costs: the same training as a supervised MLflow run and as a bare loop, in turn.
 
-    python benchmarks/overhead.py                                # both backends, about eight minutes on two cores
+    python benchmarks/overhead.py                                # both backends, about nine minutes on two idle cores
     python benchmarks/overhead.py --runs 1 --steps 6 --backend hf
 
 Prints `overhead_hf` and `overhead_mlx` (wall time of the training steps, run ÷ bare loop) and `fixed_cost_s` (seconds of a
