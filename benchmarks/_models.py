@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD = 2048, 256, 512, 6, 8, 4, 32
+VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD = 2048, 512, 1024, 6, 8, 4, 64
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Every linear layer of a decoder layer, as peft names them."""
 

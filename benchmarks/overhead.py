@@ -59,7 +59,7 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs for each backend (default 5)")
-    parser.add_argument("--steps", type=int, default=60, help="counted steps of a run, after 2 of warm-up (default 60)")
+    parser.add_argument("--steps", type=int, default=40, help="counted steps of a run, after 2 of warm-up (default 40)")
     parser.add_argument("--backend", choices=("hf", "mlx", "both"), default="both")
     given = parser.parse_args()
     backends = ("hf", "mlx") if given.backend == "both" else (given.backend,)

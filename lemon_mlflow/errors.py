@@ -1,8 +1,9 @@
-"""The two ways in which a run ends without its adapter, as types.
+"""The three ways in which a run ends without its adapter, as types.
 
 A `Refusal` is something the user can mend: it is raised where the fact is known, it says what is wrong, where, and what
 to do, and the command line prints it as one line and exits with status 2. A `Failure` is a run that started and could
-not be finished honestly (a non-finite loss, a child that died); it exits with status 1.
+not be finished honestly (a non-finite loss, a child that died); it exits with status 1. `Stopped` is a run that a limit or a
+signal ended.
 
     raise Refusal("too_few_rows", "train has 2 rows, 4 are needed", where="data/train.jsonl",
                   remedy="add rows, or lower data.min_train_rows")
@@ -16,7 +17,7 @@ from typing import Any
 
 
 class RunEnded(Exception):
-    """What `Refusal` and `Failure` share.
+    """What `Refusal`, `Failure` and `Stopped` share.
 
     Attributes:
         code: a stable word, for example `unknown_recipe_key`.

@@ -53,6 +53,7 @@ class HfBackend:
         self._spec: LoadSpec | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._keeps_logits = False
+        self._mps_peak = 0
         self._scale = 1.0
 
     def seed(self, seed: int) -> None:
@@ -76,7 +77,7 @@ class HfBackend:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(spec.folder, **options)
         self._model.config.use_cache = False
         self._model.requires_grad_(False)
-        self._model.name_or_path = spec.name  # what peft writes into the adapter; never a path of this machine
+        self._model.name_or_path = spec.name  # what peft writes into the adapter
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._spec = spec
         self._scale = _FLOAT16_SCALE if dtype == torch.float16 else 1.0
@@ -221,8 +222,9 @@ class HfBackend:
                 "torch.cuda",
             )
         if self.device.type == "mps":
-            held = torch.mps.driver_allocated_memory()
-            return FrameworkMemory(torch.mps.current_allocated_memory(), held, held, "torch.mps")
+            # torch counts no peak on MPS; the highest of what was looked at, once a step, stands for it.
+            self._mps_peak = max(self._mps_peak, torch.mps.driver_allocated_memory())
+            return FrameworkMemory(torch.mps.current_allocated_memory(), self._mps_peak, 0, "torch.mps, once a step")
         assert self._allocator is not None
         return self._allocator.read()
 

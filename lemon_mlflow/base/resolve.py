@@ -52,6 +52,7 @@ class Base:
         manifest: its model files with their hashes; `manifest.sha256` is the base hash.
         tokenizer_sha256: one hash over the tokenizer's files.
         licence: as declared by its card, "" when it declares none.
+        converted_from: base hash of the folder that this one was quantized from, "" when it is the original.
     """
 
     location: BaseLocation
@@ -60,6 +61,7 @@ class Base:
     manifest: Manifest
     tokenizer_sha256: str
     licence: str
+    converted_from: str = ""
 
     @property
     def is_quantized(self) -> bool:

@@ -92,7 +92,9 @@ def prepare(job: PrepareJob, emit: Callable[..., None]) -> dict[str, Any]:
             done += 1
             if done % 200 == 0:
                 emit("progress", done=done)
-        report[split] = _split_report(data.splits[split], kept[split], lengths, data.blank_lines[split], removed, split)
+        report[split] = _split_report(
+            data.splits[split], kept[split], lengths, data.blank_lines[split], removed, split, bool(settings.labels)
+        )
         report[split]["prompt_differs"] = differing
     _refuse_nothing_left(report, settings, job)
     _save(out / "tokens.npz", kept)
@@ -151,6 +153,7 @@ def _split_report(
     blank: int,
     removed: list[dict[str, Any]],
     split: str,
+    name_labels: bool,
 ) -> dict[str, Any]:
     reasons = Counter(item["reason"] for item in removed if item["split"] == split)
     labels = Counter(row.label for row in rows if row.label)
@@ -164,7 +167,8 @@ def _split_report(
         "tokens_trainable": int(sum(row.trainable_tokens for row in kept)),
         "longest_row_tokens": max(lengths, default=0),
         "longest_kept_tokens": max((len(row.ids) for row in kept), default=0),
-        "labels": dict(sorted(labels.items())),
+        # Without data.labels a "label" can be any text, and texts do not go into reports.
+        "labels": dict(sorted(labels.items())) if name_labels else {},
         "ambiguous_rows": sum(len(row.accepted) > 1 for row in rows),
     }
 

@@ -84,11 +84,18 @@ def render(tokenizer: Any, messages: Sequence[Message], where: str, prompt: bool
         roles = ", ".join(message.role for message in messages)
         raise Refusal(
             "template_refuses_row",
-            f"the base's chat template does not take the roles {roles} ({str(error)[:120]})",
+            f"the base's chat template does not take the roles {roles} ({_own_words(error, messages)})",
             where,
             "change the turns of that row (many templates take no system turn: put it into the first user turn)",
         ) from None
     return str(text)
+
+
+def _own_words(error: Exception, messages: Sequence[Message]) -> str:
+    """What the template says, unless it quotes the row: example texts go into no log."""
+    text = str(error)[:120]
+    quotes = any(word in text for message in messages for word in message.content.split() if len(word) > 5)
+    return type(error).__name__ if quotes else text
 
 
 def _answers(messages: Sequence[Message], train_on: str) -> list[int]:

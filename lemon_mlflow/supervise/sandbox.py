@@ -8,9 +8,10 @@ Not covered: the network itself is not cut, and the child can read every file th
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
-import os
 import platform
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,7 +96,8 @@ def worker_command(target: str, job_file: str, descriptor: int) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def new_process_group() -> None:
-    """Called in the child before it becomes the worker."""
-    os.setsid()
-    os.umask(0o077)
+def die_with_parent() -> None:
+    """Called first in the worker: the kernel ends it when its parent dies (Linux); elsewhere its next event does."""
+    if platform.system() == "Linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <linux/prctl.h>
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -6,7 +6,7 @@
 Whatever happens to the child (a Python error, an exit status, a signal), `run_job` returns an `Ending` that names it. On
 SIGINT or SIGTERM of the parent the child is stopped and `Ending.stopped_by` says so.
 
-Not covered here: a SIGKILL of the parent leaves the child running until it next writes to the closed pipe.
+A SIGKILL of the parent ends the worker too: at once on Linux, elsewhere at its next event. The scratch folder is left then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..tracking.timeline import Sample
 from .events import EventParser
 from .limits import Breach, first_breach
 from .sampler import Sampler
-from .sandbox import child_environment, new_process_group, worker_command
+from .sandbox import child_environment, worker_command
 
 _SAMPLE_SECONDS = 0.1
 _TERM_GRACE_SECONDS = 5.0
@@ -67,6 +67,7 @@ class Ending:
         exit_code: of the child; negative for a signal.
         samples: memory over time.
         process_peak_bytes: the most that process tree or kernel high-water mark showed.
+        framework_peak_bytes: the highest peak that the child reported, 0 when it reported none.
         seconds: from start to end.
         broken_events: lines on the pipe that were no events.
     """
@@ -78,6 +79,7 @@ class Ending:
     exit_code: int
     samples: tuple[Sample, ...]
     process_peak_bytes: int
+    framework_peak_bytes: int
     seconds: float
     broken_events: int
 
@@ -159,7 +161,8 @@ def run_job(
             cwd=home,
             env=child_environment(around.environment, around.backend),
             pass_fds=(writer,),
-            preexec_fn=new_process_group,
+            start_new_session=True,
+            umask=0o077,
         )
         os.close(writer)
         try:
@@ -178,6 +181,7 @@ def run_job(
         child.returncode,
         tuple(samples),
         max([peak, *(sample.process_bytes for sample in samples)]),
+        watch.framework_peak_bytes,
         seconds,
         broken,
     )

@@ -14,10 +14,12 @@ from pathlib import Path
 
 from ..errors import RunEnded
 from .events import EventWriter
+from .sandbox import die_with_parent
 
 
 def main(target: str, job_file: str, descriptor: int) -> int:
     """Run the job; the exit status is 0, or that of the refusal or failure."""
+    die_with_parent()
     emit = EventWriter(descriptor)
     module_name, function_name, class_name = target.split(":")
     try:

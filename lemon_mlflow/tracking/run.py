@@ -176,7 +176,7 @@ def refuse_file_store(uri: str) -> None:
     Raises:
         Refusal: `tracking_uri_unsupported`.
     """
-    if uri.startswith("file:") or "://" not in uri:
+    if uri.startswith("file:") or ("://" not in uri and uri.split(":")[0] not in ("databricks", "databricks-uc", "uc")):
         raise Refusal(
             "tracking_uri_unsupported",
             "MLflow 3.13 and newer keep no runs in plain files",

@@ -4,7 +4,7 @@
 
 One step is one optimizer update. Its loss is the mean over the trainable tokens of *all* its micro-batches, however they
 are split, so `batch_size` 2 x 1 and 1 x 2 learn the same. Validation uses every row, weighted by tokens, before the first
-step and after the last, and so always belongs to the adapter that is saved.
+step (of a resumed run too) and after the last, and so always belongs to the adapter that is saved.
 
 Resume is exact or refused: a checkpoint holds adapter and optimizer, and rows' order and dropout are functions of the seed
 and the place in the run.
@@ -101,13 +101,12 @@ def train(job: TrainJob, emit: Emit) -> dict[str, Any]:
         total_parameters=adapter.total_parameters,
         modules=len(adapter.modules),
         memory_source=backend.memory().source,
-        framework_bytes=backend.memory().active,
+        framework_bytes=backend.memory().active or None,
     )
     total = total_steps(settings, len(rows))
     first = _restore(backend, job.resume_from) if job.resume_from else 0
     emit("phase", name="train", total=total, done=first)
-    if first == 0:
-        _validate(backend, valid, settings, 0, emit)
+    _validate(backend, valid, settings, first, emit)
     totals = _Totals()
     for step, epoch, micro in _steps(rows, settings, first, total):
         _one_step(backend, rows, micro, settings, step, total, epoch, totals, emit)
@@ -188,7 +187,7 @@ def _one_step(
         tokens=step_tokens,
         epoch=epoch,
         seconds=seconds,
-        framework_bytes=memory.active,
+        framework_bytes=memory.active or None,
         framework_peak_bytes=memory.peak,
         framework_reserved_peak_bytes=memory.reserved_peak,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def _converted(base: Base, location: BaseLocation, bits: int, run_job: RunJob, v
             "lemon_mlflow.backends.mlx:convert:ConvertJob",
             {"source": str(base.folder), "folder": str(folder), "bits": bits},
         )
-    return describe_base(location, Path(folder))
+    return replace(describe_base(location, Path(folder)), converted_from=base.manifest.sha256)
 
 
 def _refuse_wrong_format(base: Base, backend: str, wanted: str, given: str) -> None:

@@ -129,6 +129,7 @@ class TrainRun:
         self.out = scratch / "out"
         self.out.mkdir()
         self._command = command
+        self._adapter_stored = False
 
     def go(self) -> None:
         """All of it.
@@ -174,7 +175,7 @@ class TrainRun:
         ending = run_job(target, fields, around, on_event, self.record.sample if training else lambda sample: None)
         if training:
             last = ending.result or {}
-            peak = last.get("framework_peak_bytes") or max((s.framework_bytes or 0 for s in ending.samples), default=0)
+            peak = max(last.get("framework_peak_bytes", 0), ending.framework_peak_bytes)
             self.record.final_memory(ending, peak, last.get("framework_reserved_peak_bytes", 0))
         if ending.breach:
             self.record.breach = ending.breach
@@ -219,6 +220,8 @@ class TrainRun:
             base__source=base.location.source,
             base__licence_declared=base.licence or "none declared",
         )
+        if base.converted_from:
+            self.log.tags(base__converted_from=base.converted_from)
         if base.location.commit:
             self.log.tags(base__commit=base.location.commit)
 
@@ -290,6 +293,7 @@ class TrainRun:
         folder = self.out / "adapter"
         manifest = manifest_of(folder, all_files(folder), subject="adapter")
         self.log.artifacts(folder, "adapter")
+        self._adapter_stored = True
         self.record.hash("adapter", manifest, "adapter/")
         self.record.metric("adapter/size_mb", sum(file.size_bytes for file in manifest.files) / 1e6)
         self.record.final_speed(self.train_result)
@@ -299,7 +303,7 @@ class TrainRun:
         try:
             for folder in sorted(self.out.glob("checkpoint-0*"))[-1:]:
                 self.log.artifacts(folder, f"checkpoint/{folder.name}")
-            if (self.out / "adapter").is_dir():
+            if (self.out / "adapter").is_dir() and not self._adapter_stored:
                 self.log.artifacts(self.out / "adapter", "partial/adapter")
             return True
         except (MlflowException, OSError):
@@ -375,26 +379,29 @@ def _not_stored() -> Failure:
 def _note(record: Record, outcome: str, problem: str) -> str:
     lines = [f"**{outcome}**" + (f": {problem}" if problem else "")]
     if len(record.valid_points) > 1:
-        (_, _, first), (step, _, last) = record.valid_points[0], record.valid_points[-1]
-        lines.append(f"Validation loss {first:.4f} before the first step, {last:.4f} after step {step}. ")
-        lines.append("A lower loss is not evidence that the adapter helps: no evaluation on the holdout was made.")
+        lines.append(f"{_validation_words(record)} {_CAVEAT}")
     lines.append("Open the artifact `report.html` for the picture and for what this run does not show.")
     return "\n\n".join(lines)
 
 
-def _summary(view: ProgressView, record: Record) -> None:
-    (_, _, first), (step, _, last) = record.valid_points[0], record.valid_points[-1]
+_CAVEAT = "A lower loss is not evidence that the adapter helps: it was not evaluated on the holdout."
+
+
+def _validation_words(record: Record) -> str:
+    (first_step, _, first), (step, _, last) = record.valid_points[0], record.valid_points[-1]
     rows = record.data["splits"]["valid"]["rows_kept"]
+    return f"Validation loss {first:.4f} after step {first_step}, {last:.4f} after step {step}, on {rows} rows."
+
+
+def _summary(view: ProgressView, record: Record) -> None:
     adapter = next(sha for what, sha, _ in record.hashes if what == "adapter")
     uri = mlflow.get_tracking_uri()
     how = f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite") else f"open {uri}"
     experiment = record.log.client.get_run(record.log.run_id).info.experiment_id
     metrics = record.metrics
     view.say(f"completed: run {record.log.run_id} on {record.backend}, base {record.base_name}")
-    view.say(
-        f"  validation loss {first:.4f} -> {last:.4f} over {step} steps, on {rows} rows. A lower loss is not evidence that the "
-        "adapter helps: it was not evaluated on the holdout."
-    )
+    view.say(f"  {_validation_words(record)}")
+    view.say(f"  {_CAVEAT}")
     view.say(f"  adapter         {metrics['adapter/size_mb']:.1f} MB, sha256 {adapter}, reloaded in a fresh process")
     view.say(
         f"  memory          process peak {metrics['memory/process_peak_gb']:.2f} GB, system available at least "

@@ -216,6 +216,28 @@ def test_a_killed_run_says_what_killed_it(
     assert run.data.metrics["train/loss"] > 0
 
 
+def test_a_killed_parent_takes_its_child_along(folder: Path) -> None:  # Y09
+    words = [
+        "lemon",
+        "train",
+        "--recipe",
+        "recipe.yaml",
+        "--backend",
+        "mlx",
+        "--train.max_steps",
+        "100000",
+        "--train.epochs",
+        "100000",
+    ]
+    process = subprocess.Popen(words, cwd=folder, env=environment(), stderr=subprocess.DEVNULL)
+    child = _wait_for(process.pid, lambda line: any("TrainJob" in word for word in line))
+    _wait_until_it_trains(folder)
+    process.kill()
+    process.wait()
+    gone, alive = psutil.wait_procs([child], timeout=5)
+    assert gone and not alive
+
+
 def _wait_for(pid: int, wanted: Callable[[list[str]], bool]) -> psutil.Process:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:

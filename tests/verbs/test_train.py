@@ -206,6 +206,7 @@ def test_a_limit_that_fires_is_a_result(project: Path) -> None:  # rule 2
     run = only_run()
     assert (run.info.status, run.data.tags["lemon.outcome"]) == ("KILLED", "stopped:process_gb")
     breach = json.loads(artifact_text(run, "guard/breach.json"))
+    assert {"logs/worker.log", "report.html"} <= artifact_paths(run)
     assert breach["measured"] > breach["allowed"] == 0.3 and breach["remedy"]
 
 
