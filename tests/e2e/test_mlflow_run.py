@@ -229,7 +229,9 @@ def test_a_killed_parent_takes_its_child_along(folder: Path) -> None:  # Y09
         "--train.epochs",
         "100000",
     ]
-    process = subprocess.Popen(words, cwd=folder, env={**environment(), "TMPDIR": str(folder)}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        words, cwd=folder, env={**environment(), "TMPDIR": str(folder)}, stderr=subprocess.DEVNULL
+    )
     child = _wait_for(process.pid, lambda line: any("TrainJob" in word for word in line))
     _wait_until_it_trains(folder)
     process.kill()
