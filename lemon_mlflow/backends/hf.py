@@ -10,11 +10,8 @@ passes them afterwards, while the loss still falls. `_keep_gradients_through_nf4
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
-import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from ..base.quantization import Quantization, declared_quantization
 from ..data.batches import Batch
 from ..errors import Failure, Refusal
+from .allocator import AllocatorPeak
 from .interface import AdapterInfo, FrameworkMemory, LoadedBase, LoadSpec, LoraSpec, initial_lora_a, pick_targets
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,7 +46,7 @@ class HfBackend:
 
     def __init__(self) -> None:
         self.device = _best_device()
-        self._allocator = _AllocatorPeak() if self.device.type == "cpu" else None
+        self._allocator = AllocatorPeak() if self.device.type == "cpu" else None
         self._model: Any = None
         self._spec: LoadSpec | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -372,59 +370,4 @@ def _check_nf4_gradient(model: Any, device: torch.device, dtype: torch.dtype) ->
             f"the gradient through the 4-bit layers is wrong (cosine {cosine:.3f}, 0.99 is needed)",
             "base.quantization: 4bit",
             "use another bitsandbytes version, or base.quantization: none",
-        )
-
-
-class _MallInfo2(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
-
-
-class _AllocatorPeak:
-    """Bytes handed out by the C allocator: torch keeps no count of its own on a CPU.
-
-    A thread looks every 20 ms, so a shorter spike can be missed. Memory-mapped weights are not counted until they are copied.
-    """
-
-    def __init__(self, every_seconds: float = 0.02) -> None:
-        try:
-            self._mallinfo: Any = ctypes.CDLL(None).mallinfo2
-            self._mallinfo.restype = _MallInfo2
-        except (OSError, AttributeError):  # not glibc 2.33 or newer
-            self._mallinfo = None
-        self._peak = 0
-        if self._mallinfo is not None:
-            threading.Thread(target=self._watch, args=(every_seconds,), daemon=True).start()
-
-    def _now(self) -> int:
-        info = self._mallinfo()
-        return int(info.uordblks + info.hblkhd)
-
-    def _watch(self, every_seconds: float) -> None:
-        while True:
-            self._peak = max(self._peak, self._now())
-            time.sleep(every_seconds)
-
-    def read(self) -> FrameworkMemory:
-        if self._mallinfo is None:
-            return FrameworkMemory(
-                0, 0, 0, "unavailable: torch counts nothing on this CPU, and the C library has no mallinfo2"
-            )
-        now = self._now()
-        self._peak = max(self._peak, now)
-        return FrameworkMemory(
-            now, self._peak, 0, "C allocator of the training process (mallinfo2), sampled every 20 ms"
         )

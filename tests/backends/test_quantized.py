@@ -10,18 +10,7 @@ import numpy as np
 import pytest
 
 from lemon_mlflow.errors import Failure, Refusal
-from tests.tiny_models import TinyRun, tiny_base, tokenised, train_tiny, varied_folder
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("model") / "base")
-
-
-@pytest.fixture(scope="module")
-def tokens(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rows")
-    return tokenised(base, varied_folder(folder / "data"), folder / "out")
+from tests.tiny_models import TinyRun, tiny_base, train_tiny
 
 
 def fingerprint(run: TinyRun) -> str:

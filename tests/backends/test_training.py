@@ -13,21 +13,10 @@ import pytest
 from lemon_mlflow.data.prepare import load_token_rows
 from lemon_mlflow.errors import Failure, Refusal
 from lemon_mlflow.provenance.hashes import all_files, manifest_of
-from tests.tiny_models import TinyRun, tiny_base, tokenised, train_tiny, varied_folder
+from tests.tiny_models import TinyRun, train_tiny
 
 BACKENDS = ("hf", "mlx")
 both = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("model") / "base")
-
-
-@pytest.fixture(scope="module")
-def tokens(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rows")
-    return tokenised(base, varied_folder(folder / "data"), folder / "out")
 
 
 def adapter_hash(run: TinyRun) -> str:

@@ -11,20 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from lemon_mlflow.errors import Failure
 from lemon_mlflow.evaluate.reload import ReloadJob, reload
-from tests.tiny_models import TinyRun, tiny_base, tokenised, train_tiny, varied_folder
+from tests.tiny_models import TinyRun, tiny_base, train_tiny
 
 both = pytest.mark.parametrize("backend", ("hf", "mlx"))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("model") / "base")
-
-
-@pytest.fixture(scope="module")
-def tokens(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rows")
-    return tokenised(base, varied_folder(folder / "data"), folder / "out")
 
 
 @pytest.fixture(scope="module")
